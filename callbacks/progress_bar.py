@@ -1,0 +1,122 @@
+"""The progress bar: step, loss in the corpus's unit, tokens per second, time left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as L
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from txl_lightning import registry
+from txl_lightning.config import Section, key
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressBarConfig(Section):
+    """Keys of `callbacks.progress_bar`."""
+
+    section = "callbacks.progress_bar"
+
+    refresh_per_second: float = key(4.0, "redraws per second", above=0, maximum=30)
+
+
+@registry.callbacks.register("progress_bar", config=ProgressBarConfig)
+class ProgressBar(L.Callback):
+    """One bar over all optimizer steps, and one over batches while a split is evaluated. Shows, logs nothing."""
+
+    def __init__(self, config: ProgressBarConfig) -> None:
+        self.config = config
+        self._progress: Progress | None = None
+        self._train: TaskID | None = None
+        self._eval: TaskID | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if not trainer.is_global_zero or self._progress is not None:
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            refresh_per_second=self.config.refresh_per_second,
+        )
+        self._progress.start()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._progress is not None:
+            self._train = self._progress.add_task(
+                "train", total=trainer.max_steps, figures="", completed=trainer.global_step
+            )
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._progress is None or self._train is None:
+            return
+        self._progress.update(self._train, completed=trainer.global_step)
+        if pl_module.logs_now():
+            self._progress.update(self._train, figures=self._figures(pl_module))
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._begin("valid", trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._begin("score", trainer.num_test_batches)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._advance()
+
+    def on_test_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._advance()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._finish()
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._finish()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._close()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _figures(self, module: Any) -> str:
+        unit = f"bits_per_{module.config.data.unit}"
+        parts = [
+            f"{name} {module.scores[stage][unit]:.3f}"
+            for name, stage in (("", "train"), ("valid", "val"))
+            if stage in module.scores
+        ]
+        return f"{unit.replace('_', ' ')} {', '.join(parts).strip()}  {module.clock.rate():,.0f} tokens/s"
+
+    def _begin(self, name: str, batches: Any) -> None:
+        if self._progress is not None:
+            total = sum(batches) if isinstance(batches, list) else batches
+            self._eval = self._progress.add_task(name, total=total, figures="")
+
+    def _advance(self) -> None:
+        if self._progress is not None and self._eval is not None:
+            self._progress.advance(self._eval)
+
+    def _finish(self) -> None:
+        if self._progress is not None and self._eval is not None:
+            self._progress.remove_task(self._eval)
+            self._eval = None
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

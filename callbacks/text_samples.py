@@ -1,0 +1,54 @@
+"""What the model writes, after every validation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+
+from txl_lightning import registry
+from txl_lightning.config import Section, key
+from txl_lightning.generation import SamplingRule, Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSamplesConfig(Section):
+    """Keys of `callbacks.text_samples`."""
+
+    section = "callbacks.text_samples"
+
+    prompt_tokens: int = key(128, "tokens of the validation split that the sample continues", minimum=1)
+    tokens: int = key(128, "tokens to sample", minimum=1)
+    temperature: float = key(0.8, "divides the logits; 0: always the likeliest token", minimum=0)
+
+
+@registry.callbacks.register("text_samples", config=TextSamplesConfig)
+class TextSamples(L.Callback):
+    """Logs after each validation, from rank 0:
+
+    samples/text   the beginning of the validation split and how the model goes on, with its memory
+    """
+
+    def __init__(self, config: TextSamplesConfig) -> None:
+        self.config = config
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.sanity_checking or not trainer.is_global_zero or not trainer.loggers:
+            return
+        data = trainer.datamodule.data  # type: ignore[attr-defined]
+        prompt = data.splits["valid"][: self.config.prompt_tokens].tolist()
+        text = data.vocab.decode(prompt) + " ⟶ " + data.vocab.decode(self._sample(pl_module, prompt))
+        pl_module.log_text("samples/text", "\n".join(f"    {line}" for line in text.splitlines()))
+
+    def _sample(self, module: Any, prompt: list[int]) -> list[int]:
+        training = module.model.training
+        module.model.eval()
+        session = Session(module.model, segment_len=module.config.data.segment_len)
+        session.feed(prompt)
+        generator = torch.Generator().manual_seed(module.config.seed)  # its own: training's stays untouched
+        rule = SamplingRule(temperature=self.config.temperature)
+        tokens = list(session.sample(self.config.tokens, rule=rule, generator=generator))
+        module.model.train(training)
+        return tokens

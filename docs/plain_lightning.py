@@ -1,0 +1,18 @@
+"""txl_lightning without Hydra: a module, a data module, and Lightning's own Trainer."""
+
+import lightning.pytorch as L
+
+from txl_lightning import TextDataModule, TransformerXLModule
+from txl_lightning.config import load
+
+
+def main(overrides: list[str]) -> L.Trainer:
+    config = load(["memory.mem_len=128", *overrides])
+    L.seed_everything(config.seed)
+    trainer = L.Trainer(max_steps=config.trainer.max_steps, val_check_interval=50, check_val_every_n_epoch=None)
+    trainer.fit(TransformerXLModule(config), TextDataModule(config))
+    return trainer
+
+
+if __name__ == "__main__":
+    main(["trainer.max_steps=200"])

@@ -1,0 +1,56 @@
+"""What every test gets: uninitialised memory made visible, and a closing word on the tests that were left out."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+# tests that pyproject.toml deselects unless -m says otherwise: mark and reason, the harder need first
+LEFT_OUT = {"gpu": "need a CUDA device", "slow": "take long"}
+
+_deselected = pytest.StashKey[Counter[str]]()
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN (integers: the largest), so reading what nobody wrote cannot pass by luck."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # torch fills uninitialised memory only under this switch
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the cache folders of all tests are."""
+    return tmp_path_factory.mktemp("caches")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(caches: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test, and every process it starts, keeps token files in a folder of its own, never in the user's."""
+    folder = caches / uuid.uuid4().hex
+    monkeypatch.setenv("TXL_CACHE_DIR", str(folder))
+    return folder
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Count what is left out, by the mark that did it."""
+    for item in items:
+        counts = item.config.stash.setdefault(_deselected, Counter())
+        counts[next((mark for mark in LEFT_OUT if item.get_closest_marker(mark)), "")] += 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what did not run and how to run it, right above pytest's closing line."""
+    counts = config.stash.get(_deselected, Counter())
+    for mark, why in LEFT_OUT.items():
+        if counts[mark]:
+            terminalreporter.write_line(f"not run: {counts[mark]} {mark} ({why}; run them with: pytest -m {mark})")
+    if counts[""]:
+        terminalreporter.write_line(f"not run: {counts['']} that the -k or -m given leaves out")

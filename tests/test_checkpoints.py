@@ -1,0 +1,106 @@
+"""Checkpoints: found, refused with the reason, never run as code, and true to the model that wrote them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import lightning.pytorch as L
+import pytest
+import torch
+
+from tests.tiny import tiny_config
+from txl_lightning import TextDataModule, TransformerXLModule, load_checkpoint
+from txl_lightning.checkpoints import read_config
+from txl_lightning.commands import fit as fit_command
+from txl_lightning.config import Config, ConfigError
+from txl_lightning.training.trainer import build_trainer
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return fit_command.fit(tiny_config(tmp_path, "trainer.max_steps=3")).run_dir
+
+
+def test_a_run_folder_means_its_last(run: Path) -> None:
+    saved = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    for path in (run, run / "checkpoints", run / "checkpoints" / "last.ckpt"):
+        model = load_checkpoint(str(path))
+        assert not model.training
+        for name, weight in model.state_dict().items():
+            assert torch.equal(weight, saved[f"model.{name}"])
+    assert model.softmax.weight is model.embedding.table.weight
+
+
+def test_stored_configuration_is_the_run_s(run: Path, tmp_path: Path) -> None:
+    assert Config.from_dict(read_config(str(run))) == tiny_config(tmp_path, "trainer.max_steps=3")
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch hostile-code-ran",)
+
+
+def test_what_is_no_checkpoint_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = (run / "checkpoints" / "last.ckpt").read_bytes()
+    Path("cut.ckpt").write_bytes(good[: len(good) // 2])
+    Path("text.ckpt").write_text("hello")
+    Path("empty.ckpt").write_bytes(b"")
+    torch.save({"weights": torch.zeros(1)}, "foreign.ckpt")
+    Path("hostile.ckpt").write_bytes(pickle.dumps(Hostile()))
+    Path("folder").mkdir()
+    refusals = {
+        "missing": "no such file or folder; give the run folder that `txl fit` printed",
+        "folder": "the folder has no checkpoints/last.ckpt; give a run folder or a .ckpt file",
+        "cut.ckpt": "cut.ckpt cannot be read: damaged; use another checkpoint",
+        "text.ckpt": "text.ckpt cannot be read: damaged; use another checkpoint",
+        "empty.ckpt": "empty.ckpt cannot be read: damaged; use another checkpoint",
+        "foreign.ckpt": "foreign.ckpt is not a txl_lightning checkpoint; give one that txl fit wrote",
+        "hostile.ckpt": "hostile.ckpt is damaged or would run code on loading; only checkpoints that txl fit wrote can be read",
+    }
+    for path, message in refusals.items():
+        with pytest.raises(ConfigError) as refused:
+            load_checkpoint(path)
+        assert str(refused.value) == f"ckpt={path}: {message}"
+    assert not Path("hostile-code-ran").exists()
+
+
+def test_weights_must_fit_the_configuration(run: Path, tmp_path: Path) -> None:
+    for override, message in {
+        "model.n_layer=3": r"the checkpoint has no weight layers\.2\.",
+        "model.n_layer=1": r"the model has no weight layers\.1\.",
+        "model.d_inner=32": r"feed_forward\.0\.weight is \(64, 32\) there and \(32, 32\) in the model",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load_checkpoint(str(run), tiny_config(tmp_path, override))
+    for override in ("memory.mem_len=500", "memory=none", "model.clamp_len=9", "eval.segment_len=3"):
+        load_checkpoint(str(run), tiny_config(tmp_path, override))
+
+
+class StopAt(L.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        trainer.should_stop = trainer.global_step >= self.step
+
+
+def test_lightning_goes_on_exactly_where_it_stopped(tmp_path: Path) -> None:
+    """Weights, optimizer, memory and place in the text are in the checkpoint: 8 steps equal 5 + 3."""
+    config = tiny_config(tmp_path, "trainer.max_steps=8", "trainer.val_check_interval=1000")
+
+    def final(*, stop: int, ckpt: Path | None = None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        module, trainer = TransformerXLModule(config), build_trainer(config, callbacks=[StopAt(stop)])
+        trainer.fit(module, TextDataModule(config), ckpt_path=ckpt, weights_only=True)
+        assert trainer.global_step == stop
+        trainer.save_checkpoint(tmp_path / f"{stop}.ckpt")
+        return module.state_dict(), module.lanes.current("train") or {}
+
+    weights, state = final(stop=8)
+    final(stop=5)
+    again_weights, again_state = final(stop=8, ckpt=tmp_path / "5.ckpt")
+    assert state and all(torch.equal(state[key], again_state[key]) for key in state)
+    assert all(torch.equal(weights[key], again_weights[key]) for key in weights)

@@ -1,0 +1,92 @@
+"""LaneState on its own: proposed is not committed, resets, dead lanes, stages, other shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from txl_lightning import LaneState
+from txl_lightning.errors import ConfigError
+from txl_lightning.types import Batch, Position, Segment
+
+
+def batch(*, reset: list[bool], length: list[int], segment: int = 0) -> Batch:
+    lanes = len(reset)
+    tokens = torch.zeros(lanes, 4, dtype=torch.int64)
+    facts = Segment(reset=torch.tensor(reset), length=torch.tensor(length))
+    return Batch(tokens, tokens, facts, sum(length), Position(0, segment))
+
+
+def fresh(lanes: int) -> dict[str, torch.Tensor]:
+    return {"h": torch.full((lanes, 2), 7.0)}
+
+
+def test_proposed_becomes_current_only_by_commit() -> None:
+    lanes, first = LaneState(), batch(reset=[True, True], length=[4, 4])
+    lanes.propose("train", {"h": torch.ones(2, 2)}, first)
+    assert lanes.current("train") is None and lanes.position is None
+    lanes.commit("train")
+    assert lanes.current("train")["h"].eq(1).all() and lanes.position == Position(0, 1)
+
+
+def test_a_lane_that_starts_anew_gets_the_fresh_state() -> None:
+    lanes = LaneState()
+    lanes.propose("train", {"h": torch.ones(2, 2)}, batch(reset=[True, True], length=[4, 4]))
+    lanes.commit("train")
+    state = lanes.read("train", batch(reset=[False, True], length=[4, 4], segment=1), fresh)
+    assert state["h"].tolist() == [[1, 1], [7, 7]]
+    assert lanes.current("train")["h"].eq(1).all()  # reading changes nothing
+
+
+def test_a_lane_without_tokens_keeps_its_state() -> None:
+    lanes = LaneState()
+    lanes.propose("train", {"h": torch.ones(2, 2)}, batch(reset=[True, True], length=[4, 4]))
+    lanes.commit("train")
+    lanes.propose("train", {"h": torch.full((2, 2), 5.0)}, batch(reset=[False, False], length=[4, 0], segment=1))
+    lanes.commit("train")
+    assert lanes.current("train")["h"].tolist() == [[5, 5], [1, 1]]
+
+
+def test_no_graph_survives_a_step() -> None:
+    lanes = LaneState()
+    grown = torch.ones(2, 2, requires_grad=True) * 2
+    lanes.propose("train", {"h": grown}, batch(reset=[True, True], length=[4, 4]))
+    lanes.commit("train")
+    assert not lanes.current("train")["h"].requires_grad
+
+
+def test_stages_are_apart_and_can_be_dropped() -> None:
+    lanes, first = LaneState(), batch(reset=[True, True], length=[4, 4])
+    for stage, value in (("train", 1.0), ("val/0", 2.0), ("val/1", 3.0)):
+        lanes.propose(stage, {"h": torch.full((2, 2), value)}, first)
+        lanes.commit(stage)
+    later = batch(reset=[False, False], length=[4, 4], segment=1)
+    assert [lanes.read(stage, later, fresh)["h"][0, 0].item() for stage in ("train", "val/0", "val/1")] == [1, 2, 3]
+    assert lanes.position == Position(0, 1)  # evaluation does not move the training cursor
+    lanes.drop("val/")
+    assert lanes.current("val/0") is None and lanes.current("train") is not None
+
+
+def test_saved_and_loaded_it_goes_on() -> None:
+    lanes = LaneState()
+    lanes.propose("train", {"h": torch.arange(4.0).view(2, 2)}, batch(reset=[True, True], length=[4, 4], segment=2))
+    lanes.commit("train")
+    other = LaneState()
+    other.load_state_dict(lanes.state_dict())
+    later = batch(reset=[False, False], length=[4, 4], segment=3)
+    assert torch.equal(other.read("train", later, fresh)["h"], lanes.current("train")["h"])
+    assert other.position == Position(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("init", "rule"),
+    [
+        (lambda lanes: {"other": torch.zeros(lanes, 2)}, "the checkpoint's memory holds"),
+        (lambda lanes: {"h": torch.zeros(lanes, 3)}, r"h of the checkpoint has shape \(2, 2\)"),
+    ],
+)
+def test_another_memory_is_refused(init, rule: str) -> None:
+    lanes = LaneState()
+    lanes.load_state_dict({"lanes": fresh(2), "position": [0, 1]})
+    with pytest.raises(ConfigError, match=rule):
+        lanes.read("train", batch(reset=[False, False], length=[4, 4]), init)

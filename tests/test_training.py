@@ -1,0 +1,198 @@
+"""Training: nothing beside it changes one loss, memory is reset only where it should be, checkpoints are plain."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import yaml
+
+from tests.tiny import tiny_config, train
+from txl_lightning import TextDataModule, TransformerXLModule, load_checkpoint
+from txl_lightning.commands import fit as fit_command
+from txl_lightning.config import Config, ConfigError
+from txl_lightning.training.module import NonFiniteLoss
+from txl_lightning.training.optim import build_optimizer, lr_factor
+from txl_lightning.training.trainer import build_trainer
+
+DROPOUT = "model.dropout=0.1"  # consumes random numbers, so a stray draw anywhere shows
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    (tmp_path / "plain").mkdir()
+    config = tiny_config(tmp_path / "plain", DROPOUT, "callbacks=none", "logger=none", "trainer.val_check_interval=1.0")
+    return train(config, monkeypatch)[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.val_check_interval=0.1"],
+        ["trainer.val_check_interval=7"],
+        ["trainer.save_every_steps=2"],
+        ["trainer.num_sanity_val_steps=2"],
+        ["eval.batch_size=3", "trainer.val_check_interval=7"],
+        ["eval.segment_len=5", "trainer.val_check_interval=7"],
+        ["data.num_workers=2", "trainer.val_check_interval=7"],
+        ["trainer.log_every_n_steps=1"],
+        [
+            "callbacks=[memory_monitor,text_samples,throughput]",
+            "logger=[tensorboard,csv]",
+            "trainer.val_check_interval=7",
+        ],
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_training_losses_do_not_depend_on_what_happens_beside(
+    overrides: list[str], undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path, DROPOUT, *overrides)
+    assert train(config, monkeypatch)[0] == undisturbed
+
+
+def test_losses_depend_on_the_memory_and_on_the_seed(
+    undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, override in enumerate(["memory.mem_len=8", "seed=1"]):
+        (tmp_path / str(number)).mkdir()
+        assert train(tiny_config(tmp_path / str(number), DROPOUT, override), monkeypatch)[0] != undisturbed
+
+
+class Watch(L.Callback):
+    """Lane ages before and after every step, and which states exist during validation."""
+
+    def __init__(self) -> None:
+        self.ages: list[tuple[int, int]] = []  # (segment, tokens of lane 0 since its reset)
+        self.stages: set[str] = set()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.ages.append((batch.position.segment, int(pl_module.lanes.current("train")["age"][0])))
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.stages |= set(pl_module.lanes._committed)
+
+
+def test_memory_is_reset_at_epoch_borders_only(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "trainer.max_steps=130", "trainer.val_check_interval=7")
+    watch, data = Watch(), TextDataModule(config)
+    trainer = build_trainer(config, callbacks=[watch])
+    trainer.fit(TransformerXLModule(config), data)
+    per_epoch = len(data.train_dataloader())
+    assert per_epoch < 130  # so the run crosses an epoch
+    lane = -(-(len(data.data.splits["train"]) - 1) // 4)
+    expected = [min((segment + 1) * 16, lane) for segment in range(per_epoch)]
+    assert [age for _, age in watch.ages] == (expected * 3)[:130]
+    assert [segment for segment, _ in watch.ages] == (list(range(per_epoch)) * 3)[:130]
+    assert watch.stages == {"train", "val/0"}
+
+
+def test_sanity_check_has_its_own_state(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "trainer.num_sanity_val_steps=2", "trainer.max_steps=1")
+    watch, module = Watch(), TransformerXLModule(config)
+    build_trainer(config, callbacks=[watch]).fit(module, TextDataModule(config))
+    assert watch.stages == {"sanity/0"}
+    assert "val" not in module.scores  # two batches are no score
+    assert set(module.lanes._committed) == {"train"}
+
+
+def test_fit_leaves_a_readable_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(tmp_path, "trainer.val_check_interval=10", "logger=[tensorboard,csv]")
+    _, fitted = train(config, monkeypatch)
+    run = fitted.run_dir
+    names = {path.name for path in run.iterdir()}
+    assert {"config.yaml", "run.json", "result.json", "checkpoints", "csv"} <= names
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
+    assert Config.from_dict(yaml.safe_load((run / "config.yaml").read_text())) == config
+    facts = json.loads((run / "run.json").read_text())
+    assert facts["seed"] == config.seed and facts["versions"]["torch"] == torch.__version__
+    assert len(facts["data_fingerprint"]) == 64
+    result = json.loads((run / "result.json").read_text())
+    assert result["steps"] == 20 and result["tokens"] == 20 * 4 * 16
+    assert result["val"]["bits_per_byte"] == pytest.approx(result["val"]["loss"] / 0.6931471805599453)
+    for name in ("last", "best"):
+        saved = torch.load(run / "checkpoints" / f"{name}.ckpt", weights_only=True)
+        assert Config.from_dict(saved["txl_lightning"]["config"]) == config
+        load_checkpoint(str(run / "checkpoints" / f"{name}.ckpt"))
+    assert saved["txl_lightning"]["lanes"]["lanes"]["layers.0.cache.hidden"].shape[0] == 4
+
+
+def test_a_run_folder_is_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(tmp_path, "trainer.max_steps=1")
+    train(config, monkeypatch)
+    with pytest.raises(ConfigError, match="the folder holds a run already; name another folder"):
+        fit_command.check(config, object())  # type: ignore[arg-type]
+
+
+def test_best_is_chosen_by_validation_and_last_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a learning rate that soon ruins the model: the best checkpoint is an early one
+    config = tiny_config(
+        tmp_path, "optim.lr=0.5", "optim.clip=0", "trainer.val_check_interval=2", "optim.warmup_steps=40"
+    )
+    _, fitted = train(config, monkeypatch)
+    folder = fitted.run_dir / "checkpoints"
+    steps = {name: torch.load(folder / f"{name}.ckpt", weights_only=True)["global_step"] for name in ("best", "last")}
+    assert steps["last"] == 20 and steps["best"] < 20
+
+
+def test_non_finite_loss_stops_after_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(tmp_path)
+    original = TransformerXLModule._step
+
+    def poisoned(self: Any, stage: str, batch: Any) -> Any:
+        out = original(self, stage, batch)
+        if stage == "train" and self.trainer.global_step == 3:
+            out = out._replace(losses_BT=out.losses_BT.index_fill(0, torch.tensor([2]), float("nan")))
+        return out
+
+    monkeypatch.setattr(TransformerXLModule, "_step", poisoned)
+    with pytest.raises(NonFiniteLoss, match=r"step 3, lanes \[2\].*lower optim.lr"):
+        fit_command.fit(config)
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 3
+    assert all(weight.isfinite().all() for weight in saved["state_dict"].values())
+
+
+def test_loss_weighs_targets_not_lanes(tmp_path: Path) -> None:
+    """In the last, short segment the loss is still the mean over real targets."""
+    config = tiny_config(tmp_path)
+    data, module = TextDataModule(config), TransformerXLModule(config)
+    module.trainer = build_trainer(config)
+    module._trainer.strategy.connect(module)
+    *_, last = data.train_dataloader()
+    assert 0 < int(last.segment.length.min()) < 16
+    loss = module.training_step(last, 0)
+    out = module.model(last.tokens_BT, module._fresh(4, "train"), last.segment, last.targets_BT)
+    assert last.n_target == int(last.segment.length.sum())
+    torch.testing.assert_close(loss, out.losses_BT.sum() / last.n_target)
+
+
+def test_learning_rate_warms_up_and_follows_the_cosine(tmp_path: Path) -> None:
+    optim = tiny_config(tmp_path, "optim.lr=1.0", "optim.lr_min=0.1", "optim.warmup_steps=4").optim
+    factors = [lr_factor(step, config=optim, max_steps=12) for step in range(13)]
+    assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factors[8] == pytest.approx(0.55)  # half way: between 1 and 0.1
+    assert factors[12] == pytest.approx(0.1)
+
+
+def test_weight_decay_spares_biases_norms_u_and_v(tmp_path: Path) -> None:
+    module = TransformerXLModule(tiny_config(tmp_path, "optim.weight_decay=0.5", "model.untie_r=true"))
+    optimizer = build_optimizer(module.named_parameters(), module.config.optim)
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    names = {name for name, parameter in module.named_parameters() if id(parameter) in decayed}
+    assert all(name.endswith("weight") and "norm" not in name for name in names)
+    assert "model.layers.0.attention.qkv.weight" in names and "model.embedding.table.weight" in names
+
+
+def test_schedule_and_trainer_must_agree(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    trainer = L.Trainer(
+        max_steps=7, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
+    )
+    with pytest.raises(ConfigError, match="trainer.max_steps=20: the Trainer has max_steps=7"):
+        trainer.fit(TransformerXLModule(config), TextDataModule(config))

@@ -1,0 +1,93 @@
+"""Checkpoints of a run: where they are, what they say, and the model in them. Loading never runs code from a file."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from txl_lightning.config import Config, ConfigError
+from txl_lightning.model.transformer import TransformerXL
+
+FOLDER, LAST, BEST = "checkpoints", "last.ckpt", "best.ckpt"
+
+
+def checkpoint_file(path: str) -> Path:
+    """The checkpoint a user means: a file, or the `last` of a run folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    given = Path(path).expanduser()
+    if given.is_file():
+        return given
+    for candidate in (given / FOLDER / LAST, given / LAST):
+        if candidate.is_file():
+            return candidate
+    if given.is_dir():
+        raise ConfigError("ckpt", path, f"the folder has no {FOLDER}/{LAST}", "give a run folder or a .ckpt file")
+    raise ConfigError("ckpt", path, "no such file or folder", "give the run folder that `txl fit` printed")
+
+
+def read_checkpoint(path: str) -> dict[str, Any]:
+    """Everything in a checkpoint, on the CPU, as plain containers and tensors.
+
+    Raises:
+        ConfigError: it is missing, damaged, or not one of ours.
+    """
+    file = checkpoint_file(path)
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        cure = "only checkpoints that txl fit wrote can be read"
+        raise ConfigError("ckpt", path, f"{file.name} is damaged or would run code on loading", cure) from error
+    except Exception as error:  # on garbage the restricted unpickler fails in any way
+        raise ConfigError("ckpt", path, f"{file.name} cannot be read: damaged", "use another checkpoint") from error
+    if not isinstance(saved, dict) or "txl_lightning" not in saved or "state_dict" not in saved:
+        raise ConfigError("ckpt", path, f"{file.name} is not a txl_lightning checkpoint", "give one that txl fit wrote")
+    return saved
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The configuration stored in a checkpoint, as plain containers. Raises ConfigError as `read_checkpoint`."""
+    return dict(read_checkpoint(path)["txl_lightning"]["config"])
+
+
+def load_checkpoint(path: str, config: Config | None = None) -> TransformerXL:
+    """The model of a checkpoint, in evaluation mode on the CPU.
+
+    Args:
+        path: checkpoint file or run folder.
+        config: the stored one by default; another may change what does not change weights, such as `memory.mem_len`.
+
+    Raises:
+        ConfigError: no such checkpoint, or its weights do not fit the configuration; the message names the weight.
+    """
+    saved = read_checkpoint(path)
+    config = config if config is not None else Config.from_dict(saved["txl_lightning"]["config"])
+    model = TransformerXL(config)
+    weights = {k.removeprefix("model."): v for k, v in saved["state_dict"].items() if k.startswith("model.")}
+    load_weights(model, weights, path=path)
+    return model.eval()
+
+
+def load_weights(model: TransformerXL, weights: dict[str, torch.Tensor], *, path: str) -> None:
+    """Fill a model; weights of a memory it does not have are left out. Raises ConfigError naming the weight."""
+    own = model.state_dict()
+    extra = [name for name in weights if name not in own and not _of_memory(name)]
+    missing = [name for name in own if name not in weights]
+    for names, rule in ((extra, "the model has no weight"), (missing, "the checkpoint has no weight")):
+        if names:
+            cure = "keep the model and memory keys of the checkpoint"
+            raise ConfigError("ckpt", path, f"{rule} {names[0]} ({len(names)} such)", cure)
+    for name, tensor in own.items():
+        if tensor.shape != weights[name].shape:
+            rule = f"{name} is {tuple(weights[name].shape)} there and {tuple(tensor.shape)} in the model"
+            raise ConfigError("ckpt", path, rule, "keep the model keys of the checkpoint")
+    model.load_state_dict({name: weights[name] for name in own})
+
+
+def _of_memory(name: str) -> bool:
+    return ".memories." in name or name.startswith("tokens.")

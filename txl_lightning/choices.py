@@ -1,0 +1,118 @@
+"""The options of each group, and whether what is typed fits the options that are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from txl_lightning.errors import ConfigError, suggest
+from txl_lightning.overrides import (
+    GROUPS,
+    PLUGGED,
+    SEVERAL,
+    Typed,
+    check_value,
+    chosen,
+    names,
+    plugged_keys,
+    takes_list,
+)
+
+CONFIG_PACKAGE = "txl_lightning.configs"
+
+
+def names_to_options(typed: Sequence[Typed]) -> list[Typed]:
+    """`memory.name=X` chooses the option X, so it becomes `memory=X`."""
+    groups = {item.key: item for item in typed if item.is_group}
+    found = []
+    for item in typed:
+        group = item.head if item.key in ("memory.name", "data.name") else None
+        if group in groups and groups[group].text != item.text:
+            raise item.refuse(f"contradicts {groups[group]}", "keep one of them")
+        found.append(dataclasses.replace(item, key=group) if group else item)
+    return found
+
+
+def check_values(typed: Sequence[Typed], *, config_dir: str | None, stored: Mapping[str, Any] | None) -> None:
+    """Refuse options that do not exist and values that cannot be what is meant."""
+    for item in typed:
+        if item.is_sweep:
+            cure = f"add -m{f', or write a list: {item.key}=[{item.text}]' if takes_list(item.key) else ''}"
+            raise item.refuse("several values make a sweep, one job each", cure)
+        check_value(item)
+        if item.is_group:
+            _check_option(item, config_dir=config_dir)
+    for item in typed:
+        if item.key == "experiment" and stored is not None:
+            raise item.refuse("the checkpoint's own configuration is used", "leave it out and set single keys")
+
+
+def _check_option(item: Typed, *, config_dir: str | None) -> None:
+    options = chosen(item)
+    if len(options) != 1 and item.key not in SEVERAL:
+        raise item.refuse("takes one option", f"for example {item.key}={options[0] if options else 'NAME'}")
+    for option in options:
+        if option in option_files(item.key, config_dir=config_dir):
+            continue
+        registry = PLUGGED.get(item.key)
+        if registry is None:
+            raise item.refuse("no such option", suggest(option, option_files(item.key, config_dir=config_dir)))
+        if ":" in option:
+            registry.get(option)
+        elif option not in registry.names():
+            known = [*registry.names(), *option_files(item.key, config_dir=config_dir)]
+            raise item.refuse("no such option", suggest(option, known))
+
+
+def option_files(group: str, *, config_dir: str | None = None) -> list[str]:
+    """Options of a group that are YAML files, ours and the user's."""
+    roots = [resources.files(CONFIG_PACKAGE), *([Path(config_dir)] if config_dir else [])]
+    folders = [root / group for root in roots]
+    files = [file.name for folder in folders if folder.is_dir() for file in folder.iterdir()]
+    return sorted({name.removesuffix(".yaml") for name in files if name.endswith(".yaml")})
+
+
+def check_config_dir(config_dir: str) -> None:
+    """Refuse a folder that is missing, or whose files Hydra would never look at because ours have the same name."""
+    if not Path(config_dir).is_dir():
+        cure = "give the folder that holds experiment/ and the like"
+        raise ConfigError("--config-dir", config_dir, "no such folder", cure)
+    for group in GROUPS:
+        twice = set(option_files(group)) & {file.stem for file in Path(config_dir, group).glob("*.yaml")}
+        for name in sorted(twice):
+            file = str(Path(config_dir, group, f"{name}.yaml"))
+            raise ConfigError("--config-dir", config_dir, f"{file} has the name of an option of txl", "rename it")
+
+
+def check_plugged(typed: Sequence[Typed], outline: Mapping[str, Any]) -> None:
+    """Refuse keys that the chosen memory, corpus or callbacks do not have. `outline`: values without those keys."""
+    for item in typed:
+        if item.head not in PLUGGED or item.is_group:
+            continue
+        if item.head == "callbacks":
+            _check_callback(item, outline.get("callbacks") or {})
+            continue
+        registry, name = PLUGGED[item.head], (outline.get(item.head) or {}).get("name")
+        tail = item.key.partition(".")[2]
+        if name is None or tail in names(registry.get(name).config):
+            continue
+        owners = [f"{item.head}={part}" for part in registry.names() if tail in names(registry.get(part).config)]
+        if owners:
+            raise item.refuse(f"{item.head}={name} has no such key", f"leave it out or choose {' or '.join(owners)}")
+        known = [key for key in plugged_keys() if key.startswith(f"{item.head}.")]
+        raise item.refuse("no such key", suggest(item.key, known))
+
+
+def _check_callback(item: Typed, on: Mapping[str, Any]) -> None:
+    _, name, key = item.key.split(".")
+    registry = PLUGGED["callbacks"]
+    if name not in registry.names():
+        raise item.refuse("no such callback", suggest(name, registry.names()))
+    known = names(registry.get(name).config)
+    if key not in known:
+        raise item.refuse("no such key", suggest(item.key, [f"callbacks.{name}.{other}" for other in known]))
+    if name not in on:
+        raise item.refuse(f"the callback {name} is off", f"add callbacks=[{','.join([*on, name])}]")

@@ -1,0 +1,236 @@
+"""The command `txl`: reads the arguments, refuses what cannot work, then lets `jobs` run it.
+
+First everything is composed and checked without touching the disk; only then does Hydra start the job or the sweep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from txl_lightning.config import COMMANDS
+from txl_lightning.errors import ConfigError, suggest
+
+if TYPE_CHECKING:
+    from txl_lightning.config import Config, Options
+    from txl_lightning.jobs import Request
+
+FLAGS = {
+    "--multirun": "-m",
+    "--cfg": "-c",
+    "--package": "-p",
+    "--resolve": "",
+    "--config-dir": "-cd",
+    "--info": "-i",
+    "--shell-completion": "-sc",
+    "--help": "-h",
+    "--version": "",
+}
+"""Flags and their short forms."""
+
+VALUES: dict[str, tuple[str, ...]] = {
+    "--cfg": ("job", "hydra", "all"),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+    "--package": (),
+    "--config-dir": (),
+}
+"""Flags that take a value, and the values there are if not any will do."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line, taken apart."""
+
+    flags: Mapping[str, str]  # long name -> value, empty where it takes none
+    words: tuple[str, ...]  # the command and what follows it
+
+    @property
+    def command(self) -> str:
+        """Raises ConfigError: there is none, or none of that name."""
+        name = self.words[0] if self.words else ""
+        if "=" in name or not name:
+            cure = f"write txl fit {name}" if name else f"choose one of {', '.join(COMMANDS)}; txl --help explains them"
+            raise ConfigError("command", "", "is missing", cure)
+        if name not in COMMANDS:
+            raise ConfigError("command", name, "no such command", suggest(name, COMMANDS))
+        return name
+
+    @property
+    def overrides(self) -> list[str]:
+        """Everything after the command; `prepare` and `inspect` are the key `action` of `txl data`."""
+        rest = list(self.words[1:])
+        if self.command == "data" and rest and "=" not in rest[0]:
+            rest[0] = f"action={rest[0]}"
+        return rest
+
+
+def take_apart(argv: Sequence[str]) -> Arguments:
+    """Flags and words of a command line. Raises ConfigError for a flag that does not exist or lacks its value."""
+    flags: dict[str, str] = {}
+    words: list[str] = []
+    rest = list(argv)
+    while rest:
+        arg = rest.pop(0)
+        if not arg.startswith("-"):
+            words.append(arg)
+            continue
+        written, equals, value = arg.partition("=")
+        name = {short: long for long, short in FLAGS.items() if short}.get(written, written)
+        if name not in FLAGS:
+            cure = suggest(written, FLAGS)
+            known = cure.startswith("did you mean")
+            raise ConfigError(
+                "flag", written, "no such flag", cure if known else "keys are set as KEY=VALUE, without -"
+            )
+        if name in VALUES and not equals:
+            value = _value(name, rest)
+        if (equals and name not in VALUES) or (VALUES.get(name) and value not in VALUES[name]):
+            raise ConfigError(written, value, "no such value", f"it takes {', '.join(VALUES.get(name, ())) or 'none'}")
+        flags[name] = value
+    return Arguments(flags=flags, words=tuple(words))
+
+
+def _value(name: str, rest: list[str]) -> str:
+    if name == "--info":
+        return rest.pop(0) if rest and rest[0] in VALUES[name] else "all"
+    if not rest or rest[0].startswith("-"):
+        raise ConfigError(name, "", "needs a value", f"for example {name} {(VALUES[name] or ('PATH',))[0]}")
+    return rest.pop(0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `txl` and return its exit code.
+
+    Args:
+        argv: arguments after the program's name; None: those of this process.
+    """
+    try:
+        return _dispatch(take_apart(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        from txl_lightning.jobs import refuse
+
+        return refuse(error)
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def _dispatch(arguments: Arguments) -> int:
+    flags = arguments.flags
+    if "--version" in flags:
+        from txl_lightning.help import show_versions
+
+        show_versions()
+        return 0
+    if "--shell-completion" in flags:
+        return _complete(arguments)
+    config_dir = flags.get("--config-dir")
+    if config_dir is not None:
+        from txl_lightning.choices import check_config_dir
+
+        check_config_dir(config_dir)
+    if "--help" in flags:
+        from txl_lightning.help import show_command_help, show_help
+
+        show_command_help(arguments.command, config_dir) if arguments.words else show_help(config_dir)
+        return 0
+    return _execute(arguments, config_dir)
+
+
+def _execute(arguments: Arguments, config_dir: str | None) -> int:
+    from txl_lightning.jobs import Request, refuse
+    from txl_lightning.overrides import read
+
+    flags, command = arguments.flags, arguments.command
+    _check_flags(flags)
+    typed = tuple(read(arg, command=command) for arg in arguments.overrides)
+    request = Request(command=command, typed=typed, config_dir=config_dir, multirun="--multirun" in flags)
+    try:
+        return _check_and_run(request, flags)
+    except ConfigError as error:
+        return refuse(error, () if request.multirun else typed)
+
+
+def _check_and_run(request: Request, flags: Mapping[str, str]) -> int:
+    from txl_lightning.jobs import check_all, command_module, launch
+    from txl_lightning.process import is_first_rank
+
+    shown = "--cfg" in flags or "--info" in flags
+
+    def check(config: Config, options: Options) -> None:
+        if is_first_rank() and not shown:
+            command_module(request.command).check(config, options)  # imported late: most refusals come before
+
+    configs, options, stored = check_all(request, check=check)
+    if flags.get("--cfg") == "job":
+        return _show_job({**configs[0].to_dict(), **options.to_dict()}, flags.get("--package"))
+    if shown:
+        return _show_hydra(request, flags, stored)
+    return launch(request, configs, stored=stored)
+
+
+def _check_flags(flags: Mapping[str, str]) -> None:
+    modes = [name for name in ("--multirun", "--cfg", "--info") if name in flags]
+    if len(modes) > 1:
+        raise ConfigError("flag", modes[1], f"cannot go with {modes[0]}", "leave one of them out")
+    for name in ("--package", "--resolve"):
+        if name in flags and "--cfg" not in flags:
+            raise ConfigError("flag", name, "only says how --cfg prints", "add --cfg job or leave it out")
+
+
+def _show_job(values: Mapping[str, Any], package: str | None) -> int:
+    """Print what the job would run with: defaults, options and overrides put together and checked."""
+    import yaml
+
+    part: Any = values
+    for name in package.split(".") if package else ():
+        if not isinstance(part, Mapping) or name not in part:
+            known = part if isinstance(part, Mapping) else ()
+            raise ConfigError("--package", package, "no such part of the configuration", suggest(name, known))
+        part = part[name]
+    print(yaml.safe_dump(part, sort_keys=False, allow_unicode=True).removesuffix("...\n"), end="")
+    return 0
+
+
+def _show_hydra(request: Request, flags: Mapping[str, str], stored: Mapping[str, Any] | None) -> int:
+    from txl_lightning.jobs import run_hydra
+    from txl_lightning.process import own_logging
+
+    passed = [f"{name}={flags[name]}" for name in ("--cfg", "--info", "--package") if name in flags]
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint), own_logging():
+            return run_hydra(request, [*passed, *(["--resolve"] if "--resolve" in flags else [])], stored=stored)
+    except SystemExit as error:
+        key = "--package" if "--package" in flags else "--cfg"
+        raise ConfigError(key, flags.get(key), complaint.getvalue().strip(), "see --cfg all") from error
+
+
+def _complete(arguments: Arguments) -> int:
+    """Let Hydra print the completion script or complete a line; the command, which Hydra does not know, is ours."""
+    from txl_lightning.jobs import Request, run_hydra
+
+    command, line = "fit", os.environ.get("COMP_LINE", "")
+    if any(word.startswith("query=") for word in arguments.words):
+        words = line.split()
+        if len(words) < 2 or (len(words) == 2 and not line.endswith(" ")):
+            print(" ".join(name for name in COMMANDS if name.startswith("".join(words[1:]))))
+            return 0
+        if words[1] not in COMMANDS:
+            return 0
+        command = words[1]
+        os.environ["COMP_LINE"] = line.replace(f" {command}", "", 1)
+    try:
+        return run_hydra(Request(command=command, typed=()), ["--shell-completion"], arguments.words, stored=None)
+    except (SystemExit, ValueError) as error:
+        raise ConfigError("--shell-completion", "", str(error), "for example install=bash, zsh or fish") from error
+    finally:
+        os.environ.update({"COMP_LINE": line} if line else {})

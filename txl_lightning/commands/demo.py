@@ -1,0 +1,71 @@
+"""`txl demo`: train the default experiment, score it with and without its memory, and let it write."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from txl_lightning.checkpoints import load_checkpoint
+from txl_lightning.commands import fit as fit_command
+from txl_lightning.commands.evaluate import progress_bar
+from txl_lightning.commands.generate import stream
+from txl_lightning.config import Config, ConfigError, Options
+from txl_lightning.data.vocab import ByteVocab
+from txl_lightning.evaluation.cached import Evaluation, evaluate
+from txl_lightning.generation import SamplingRule, Session
+from txl_lightning.training.run_folder import write_json
+from txl_lightning.training.stopping import GracefulStop
+
+PROMPT = "def "
+SAMPLE_TOKENS = 300
+
+
+def check(config: Config, options: Options) -> None:
+    """As for `txl fit`; the demo also needs a memory to switch off. Raises ConfigError."""
+    fit_command.check(config, options)
+    if config.dry_run:
+        raise ConfigError("dry_run", "true", "the demo trains", "use txl fit dry_run=true")
+    if not hasattr(config.memory, "mem_len"):
+        raise ConfigError("memory", config.memory.name, "the demo compares with memory.mem_len=0", "use memory=cache")
+
+
+def run(config: Config, options: Options) -> None:
+    """Train, evaluate the test split twice, sample, and say where to look."""
+    stop = GracefulStop()
+    fitted = fit_command.fit(config, stop=stop)
+    if stop.exit_code:
+        sys.exit(stop.exit_code)
+    fit_command.show_result(fitted)
+    run_dir = str(fitted.run_dir)
+    without = replace(config, memory=replace(config.memory, mem_len=0))  # type: ignore[call-arg]
+    found = {"with memory": _score(config, run_dir), "without memory": _score(without, run_dir)}
+    _show(found)
+    write_json(fitted.run_dir / "demo.json", {name: score.to_dict() for name, score in found.items()})
+    _sample(config, run_dir)
+    print(f"\ntrained at {fitted.result['tokens_per_second']:,.0f} tokens/s; curves: tensorboard --logdir {run_dir!r}")
+
+
+def _score(config: Config, run_dir: str) -> Evaluation:
+    return evaluate(config, load_checkpoint(run_dir, config), split="test", callbacks=progress_bar(config))
+
+
+def _show(found: dict[str, Evaluation]) -> None:
+    first = next(iter(found.values()))
+    table = Table(title=f"test split, every one of {first.n_target:,} targets scored")
+    for heading in ("same weights", *first.scores, "seconds"):
+        table.add_column(heading)
+    for name, score in found.items():
+        table.add_row(name, *(f"{value:.4f}" for value in score.scores.values()), f"{score.seconds:.1f}")
+    Console().print(table)
+
+
+def _sample(config: Config, run_dir: str) -> None:
+    print(f"\n{SAMPLE_TOKENS} sampled bytes:\n\n{PROMPT}", end="")
+    session = Session(load_checkpoint(run_dir, config), segment_len=config.data.segment_len)
+    session.feed(ByteVocab().encode(PROMPT).tolist())
+    generator = torch.Generator().manual_seed(config.seed)
+    stream(session.sample(SAMPLE_TOKENS, rule=SamplingRule(temperature=0.8), generator=generator))

@@ -1,0 +1,127 @@
+"""`txl fit dry_run=true`: what a run needs, without training and without allocating it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from txl_lightning.config import Config, ConfigError
+from txl_lightning.data.store import survey
+from txl_lightning.model.transformer import TransformerXL
+from txl_lightning.training.trainer import device_kind, resolve_precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Bytes per rank, and the length of a pass."""
+
+    parameters: int  # number of them, not bytes
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    state_bytes: int
+    activation_bytes: int
+    steps_per_epoch: int
+    available_bytes: int | None  # None: the device does not say
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it at the end of a forward pass, the highest point."""
+        parts = (self.parameter_bytes, self.gradient_bytes, self.optimizer_bytes, 2 * self.state_bytes)
+        return sum(parts) + self.activation_bytes
+
+
+def needs(config: Config) -> Needs:
+    """Measure a training step on shapes alone.
+
+    Raises:
+        ConfigError: it is more than the device has.
+    """
+    lanes = config.data.batch_size // (config.trainer.devices * config.trainer.num_nodes)
+    precision = resolve_precision(config)
+    dtype = torch.bfloat16 if "bf16" in precision else torch.float32
+    with torch.device("meta"):
+        model = TransformerXL(config)
+    if precision == "bf16-true":
+        model = model.to(torch.bfloat16)
+    state = model.init_state(lanes, dtype=dtype)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    found = Needs(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameter_bytes=weights,
+        gradient_bytes=weights,
+        optimizer_bytes=2 * weights,  # adam keeps two running averages
+        state_bytes=sum(tensor.numel() * tensor.element_size() for tensor in state.values()),
+        activation_bytes=_saved_for_backward(model, state, config, mixed=precision.endswith("mixed"), dtype=dtype),
+        steps_per_epoch=_steps_per_epoch(config),
+        available_bytes=_available(device_kind(config)),
+    )
+    if found.available_bytes is not None and found.total_bytes > found.available_bytes:
+        rule = f"a step needs {_gib(found.total_bytes)} per rank and the device has {_gib(found.available_bytes)}"
+        cure = "lower data.batch_size, data.segment_len or memory.mem_len, or set model.checkpointing=true"
+        raise ConfigError("data.batch_size", config.data.batch_size, rule, cure)
+    return found
+
+
+def show_needs(config: Config) -> None:
+    """Print the table."""
+    found = needs(config)
+    table = Table(title="what each rank needs", show_header=False)
+    table.add_row("parameters", f"{found.parameters:,}")
+    for name in ("parameter", "gradient", "optimizer", "state", "activation", "total"):
+        label = {"state": "memory state", "total": "together"}.get(name, f"{name}s" if name != "optimizer" else name)
+        table.add_row(label, _gib(getattr(found, f"{name}_bytes")))
+    table.add_row("optimizer steps per epoch", f"{found.steps_per_epoch:,}")
+    table.add_row("epochs in max_steps", f"{config.trainer.max_steps / found.steps_per_epoch:.2f}")
+    Console().print(table)
+
+
+def _saved_for_backward(
+    model: TransformerXL, state: dict[str, Tensor], config: Config, *, mixed: bool, dtype: torch.dtype
+) -> int:
+    """Bytes of distinct tensors that autograd keeps during one forward pass, parameters not counted."""
+    own = {id(parameter) for parameter in model.parameters()}
+    kept: dict[Any, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        base = tensor._base if tensor._base is not None else tensor
+        if id(base) not in own:
+            storage = base.untyped_storage()
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    lanes = state["age"].shape[0]
+    tokens = torch.zeros(lanes, config.data.segment_len, dtype=torch.int64, device="meta")
+    model.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autocast("cpu", dtype=dtype, enabled=mixed):
+            out = model(tokens, state, None, tokens)
+        assert out.losses_BT is not None
+        loss = out.losses_BT.sum()
+    assert loss.requires_grad  # keeps the graph, and so every storage, alive until here
+    return sum(kept.values())
+
+
+def _steps_per_epoch(config: Config) -> int:
+    n_target = survey(config.data).require("train") - 1
+    lane = -(-n_target // config.data.batch_size)
+    segments = -(-lane // config.data.segment_len)
+    return max(1, segments // config.trainer.accumulate_grad_batches)
+
+
+def _available(kind: str) -> int | None:
+    if kind == "cuda":
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    if kind == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def _gib(n_byte: int) -> str:
+    return f"{n_byte / 2**30:.2f} GiB" if n_byte >= 2**28 else f"{n_byte / 2**20:.2f} MiB"

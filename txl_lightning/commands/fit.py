@@ -1,0 +1,130 @@
+"""`txl fit`: train, and say what came out."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.loggers import TensorBoardLogger
+from rich.console import Console
+from rich.table import Table
+
+from txl_lightning import registry
+from txl_lightning.build import check_vocabulary
+from txl_lightning.checkpoints import FOLDER, LAST
+from txl_lightning.commands.dry_run import show_needs
+from txl_lightning.config import Config, Options
+from txl_lightning.data.store import survey
+from txl_lightning.training.checkpointing import checkpoint_callbacks, keep_if_best
+from txl_lightning.training.datamodule import TextDataModule
+from txl_lightning.training.module import TransformerXLModule
+from txl_lightning.training.run_folder import RESULT, refuse_used_folder, write_facts, write_json
+from txl_lightning.training.stopping import GracefulStop
+from txl_lightning.training.trainer import build_loggers, build_trainer, check_devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A finished training run."""
+
+    run_dir: Path
+    module: TransformerXLModule
+    result: dict[str, Any]
+
+
+def check(config: Config, options: Options) -> None:
+    """Everything about a training run that can be refused. Writes nothing; raises ConfigError."""
+    if not config.dry_run:
+        refuse_used_folder(config.run_dir)
+    check_devices(config)
+    found = survey(config.data)
+    check_vocabulary(config, found)
+
+
+def run(config: Config, options: Options) -> None:
+    """Train (or with `dry_run` say what it would take) and print the closing table.
+
+    Raises:
+        SystemExit: 130 or 75 when a signal ended training after saving.
+    """
+    if config.dry_run:
+        show_needs(config)
+        return
+    stop = GracefulStop()
+    fitted = fit(config, stop=stop)
+    if fitted.module.trainer.is_global_zero:
+        show_result(fitted)
+    if stop.exit_code:
+        sys.exit(stop.exit_code)
+
+
+def fit(config: Config, *, stop: GracefulStop | None = None) -> Fitted:
+    """Train into `config.run_dir` and write `last`, `best` and `result.json`."""
+    assert config.run_dir is not None, "the command line names the folder"
+    run_dir = Path(config.run_dir)
+    L.seed_everything(config.seed, workers=True, verbose=False)
+    data = TextDataModule(config)
+    module = TransformerXLModule(config)
+    trainer = build_trainer(config, callbacks=_callbacks(config, data, stop), loggers=build_loggers(config, run_dir))
+    if trainer.is_global_zero:
+        write_facts(run_dir, config, data.data.meta)
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(run_dir / FOLDER / LAST)
+    stopped = stop is not None and stop.received is not None
+    if "valid" in data.data.splits and not stopped and module.validated_at != trainer.global_step:
+        trainer.validate(module, datamodule=data, verbose=False)
+        keep_if_best(trainer, loss=module.scores["val"]["loss"])
+    result = _result(module, data)
+    if trainer.is_global_zero:
+        write_json(run_dir / RESULT, result)
+        _log_final(trainer, config, result)
+    return Fitted(run_dir=run_dir, module=module, result=result)
+
+
+def show_result(fitted: Fitted) -> None:
+    """Print the closing table."""
+    result, table = fitted.result, Table(title="training finished", show_header=False)
+    table.add_row("optimizer steps", f"{result['steps']:,}")
+    table.add_row("parameters", f"{result['parameters']:,}")
+    for stage in ("train", "val"):
+        for name, value in result.get(stage, {}).items():
+            table.add_row(f"{stage}/{name}", f"{value:.4f}")
+    table.add_row("trained", f"{result['tokens']:,} tokens in {result['train_seconds']:.1f} s")
+    table.add_row("speed", f"{result['tokens_per_second']:,.0f} tokens/s")
+    table.add_row("run folder", str(fitted.run_dir))
+    Console().print(table)
+
+
+def _callbacks(config: Config, data: TextDataModule, stop: GracefulStop | None) -> list[L.Callback]:
+    assert config.run_dir is not None
+    chosen = [registry.callbacks.get(name).build(options) for name, options in config.callbacks.items()]
+    if stop is not None:
+        chosen.append(stop)
+    has_valid = "valid" in data.data.splits
+    every = config.trainer.save_every_steps
+    return chosen + checkpoint_callbacks(Path(config.run_dir), save_every_steps=every, has_valid=has_valid)
+
+
+def _result(module: TransformerXLModule, data: TextDataModule) -> dict[str, Any]:
+    return {
+        "steps": module.trainer.global_step,
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "tokens": module.clock.tokens,
+        "train_seconds": module.clock.seconds,
+        "tokens_per_second": module.clock.rate(),
+        "precision": str(module.trainer.precision),
+        "data_fingerprint": data.data.meta.fingerprint,
+        **module.scores,
+    }
+
+
+def _log_final(trainer: L.Trainer, config: Config, result: dict[str, Any]) -> None:
+    """Hyper-parameters with the final figures, for TensorBoard's HParams tab."""
+    figures = {f"final/{name}": value for name, value in result.get("val", {}).items()}
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(config.to_dict(), figures)
+            logger.save()

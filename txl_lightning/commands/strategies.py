@@ -1,0 +1,67 @@
+"""`txl strategies`: every memory strategy there is, ours and other packages'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from txl_lightning.config import Config, ModelConfig, StrategiesOptions
+from txl_lightning.errors import ConfigError
+from txl_lightning.registry import Entry, memories
+
+
+def check(config: Config, options: StrategiesOptions) -> None:
+    """Refuse an `out` that cannot be written."""
+    if options.out is None:
+        return
+    path = Path(options.out)
+    if path.is_dir():
+        raise options.refuse("out", "is a folder", "name a file")
+    if not path.parent.is_dir():
+        raise options.refuse("out", f"there is no folder {path.parent}", "make it first")
+
+
+def run(config: Config, options: StrategiesOptions) -> None:
+    """Print the table, and write it to `out`."""
+    rows = [describe(memories.get(name), config) for name in memories.names()]
+    table = Table("name", "keys", "paper", "state per lane", title="memory strategies")
+    for row in rows:
+        keys = "\n".join(f"{name}={json.dumps(value)}" for name, value in row["keys"].items())
+        table.add_row(row["name"], keys, row["paper"], _human(row["state_bytes_per_lane"]))
+    console = Console()
+    console.print(table)
+    console.print(f"state: float32 while training, {config.model.n_layer} layers of width {config.model.d_model}")
+    if options.out is not None:
+        Path(options.out).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+def describe(entry: Entry[Any], config: Config) -> dict[str, Any]:
+    """Name, default keys, paper and state bytes per lane; of the chosen memory the keys as they are set."""
+    chosen = config.memory if config.memory.name == entry.name else entry.config()
+    keys = {name: value for name, value in chosen.to_dict().items() if name != "name"}
+    size = state_bytes_per_lane(entry, chosen, config.model)
+    return {"name": entry.name, "keys": keys, "paper": entry.paper, "state_bytes_per_lane": size}
+
+
+def state_bytes_per_lane(entry: Entry[Any], memory: Any, model: ModelConfig) -> int | None:
+    """Bytes one lane's state takes while training in float32; None if the defaults do not fit this model."""
+    try:
+        plan = entry.build(memory, model)
+    except ConfigError:
+        return None
+    parts = [part for layer in plan.layers for part in layer.values()] + ([plan.tokens] if plan.tokens else [])
+    device = torch.device("meta")
+    states = [part.init_state(1, form="hidden", device=device, dtype=torch.float32) for part in parts]
+    return sum(tensor.numel() * tensor.element_size() for state in states for tensor in state.values())
+
+
+def _human(size: int | None) -> str:
+    if size is None:
+        return "does not fit this model"
+    units = [(1024**2, "MiB"), (1024, "KiB")]
+    return next((f"{size / unit:.1f} {name}" for unit, name in units if size >= unit), f"{size} B")

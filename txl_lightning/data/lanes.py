@@ -1,0 +1,239 @@
+"""Lanes: one token stream read side by side in B places, T tokens at a time.
+
+A stream of N tokens has N - 1 targets: every token but the first. They are cut into one contiguous piece per lane,
+sizes differing by at most one, the longer ones first. Lane b's inputs are the tokens just before its targets, so
+neighbours share one token and every target is scored exactly once per pass. A pass has as many segments as the longest
+lane needs; a lane's last segment is short, and a lane that has ended stands by with length 0.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from txl_lightning.data.vocab import Tokens
+from txl_lightning.errors import ConfigError
+from txl_lightning.types import Batch, Position, Segment
+
+Counts = npt.NDArray[np.int64]
+
+
+def used_lanes(n_token: int, *, lanes: int, segment_len: int) -> int:
+    """Lanes an evaluation uses: as many as the stream fills with one segment each, at least 1, at most `lanes`."""
+    return max(1, min(lanes, (n_token - 1) // segment_len))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneLayout:
+    """Where each lane's targets are in the stream.
+
+    Attributes:
+        n_token: tokens N of the stream.
+        lanes: lanes B over all ranks.
+        used: lanes that get targets; the rest are dead.
+        segment_len: tokens T of a segment.
+    """
+
+    n_token: int
+    lanes: int
+    used: int
+    segment_len: int
+
+    def sizes(self) -> Counts:
+        """(B,) targets of each lane."""
+        share, longer = divmod(self.n_token - 1, self.used)
+        lane = np.arange(self.lanes)
+        return np.where(lane < self.used, share + (lane < longer), 0)
+
+    def starts(self) -> Counts:
+        """(B,) position in the stream of each lane's first input."""
+        size_B = self.sizes()
+        return np.cumsum(size_B) - size_B
+
+    @property
+    def n_segment(self) -> int:
+        """Segments of a pass."""
+        return -(-int(self.sizes()[0]) // self.segment_len)
+
+    def lengths(self, segment: int) -> Counts:
+        """(B,) real targets of each lane in one segment, 0..T."""
+        return np.clip(self.sizes() - segment * self.segment_len, 0, self.segment_len)
+
+
+class SegmentReader(Dataset[Tokens]):
+    """Random access to the tokens of one rank's lanes, keyed by segment; stateless, so worker processes can share it.
+
+    Gives (B, T + 1) ids as they are on disk: inputs and targets overlap in them, and so little travels between
+    processes. Behind a lane's end they are of no meaning.
+    """
+
+    def __init__(self, tokens: Tokens, layout: LaneLayout, *, own: slice) -> None:
+        self.tokens = tokens
+        self.segment_len, self.last = layout.segment_len, layout.n_token - 1
+        self.start_B = layout.starts()[own]
+
+    def __getitem__(self, segment: int) -> Tokens:
+        first = self.start_B + segment * self.segment_len
+        index = first[:, None] + np.arange(self.segment_len + 1)  # (B, T + 1)
+        return np.asarray(self.tokens[np.minimum(index, self.last)])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a memory-mapped file travels to a spawned worker by name; pickled as it is, all of it would be copied
+        state = self.__dict__.copy()
+        tokens = self.tokens
+        if isinstance(tokens, np.memmap) and isinstance(tokens.base, mmap.mmap):
+            state["tokens"] = _Mapped(str(tokens.filename), tokens.dtype.str, tokens.shape, tokens.offset)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(self.tokens, _Mapped):
+            self.tokens = self.tokens.open()
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """How to open a memory-mapped array again in another process."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    def open(self) -> Tokens:
+        return np.memmap(self.path, dtype=self.dtype, mode="r", shape=self.shape, offset=self.offset)
+
+
+class LaneLoader:
+    """Batches of one rank, in order; each iteration is one pass over the data, or the rest of one.
+
+    Not a torch DataLoader, so nothing replaces its order; Lightning takes it as it is. Iterating leaves the global
+    random generators alone. A pass counts as begun when its first batch is asked for; the iteration after it starts
+    the next pass, even if this one was left early.
+
+    Args:
+        tokens: (N,) ids of the stream, usually memory-mapped.
+        segment_len: tokens T of a segment.
+        lanes: lanes B over all ranks.
+        used_lanes: lanes that get targets; the rest have length 0 throughout.
+        rank, world_size: this rank owns lanes [rank * B / world_size, (rank + 1) * B / world_size).
+        num_workers: processes that read ahead; 0 reads in this process.
+        pin_memory: put batches into page-locked memory where there is a GPU to copy them to.
+
+    Raises:
+        ConfigError: too few tokens for the lanes, or the lanes do not divide into the ranks.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        segment_len: int,
+        lanes: int,
+        used_lanes: int,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        assert 1 <= used_lanes <= lanes and 0 <= rank < world_size
+        if lanes % world_size:
+            raise ConfigError("lanes", lanes, f"must divide into {world_size} ranks", "change it or the ranks")
+        if len(tokens) < used_lanes + 1:
+            rule = f"the data has {len(tokens)} tokens, and {used_lanes} lanes need at least {used_lanes + 1}"
+            raise ConfigError("lanes", lanes, rule, "use fewer, or give more text")
+        self.layout = LaneLayout(n_token=len(tokens), lanes=lanes, used=used_lanes, segment_len=segment_len)
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory and torch.cuda.is_available()
+        per_rank = lanes // world_size
+        self._own = slice(rank * per_rank, (rank + 1) * per_rank)
+        self._reader = SegmentReader(tokens, self.layout, own=self._own)
+        self._next = self._reached = Position(0, 0)
+
+    def __len__(self) -> int:
+        """Segments of a whole pass, the same on every rank."""
+        return self.layout.n_segment
+
+    @property
+    def next_position(self) -> Position:
+        """Where the next iteration starts; set it to start elsewhere."""
+        return self._next
+
+    @next_position.setter
+    def next_position(self, position: Position) -> None:
+        epoch, segment = position
+        if not 0 <= segment <= len(self):
+            rule = f"a pass has {len(self)} segments, the checkpoint stands before segment {segment}"
+            raise ConfigError("segment_len", self.layout.segment_len, rule, "go on with the settings of the checkpoint")
+        self._next = self._reached = Position(epoch + 1, 0) if segment == len(self) else Position(epoch, segment)
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Where to go on after the last batch handed out (those read ahead by workers do not count)."""
+        return {"position": list(self._reached)}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        """Let the next iteration start where `state_dict` said."""
+        self.next_position = Position(*state["position"])
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, start = self._next
+        self._next = self._reached = Position(epoch + 1, 0)
+        with warnings.catch_warnings():
+            # how many workers is the user's choice, and they start clean: they only ever touch numpy and a queue
+            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+            warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+            windows = iter(self._torch_loader(range(start, len(self))))
+        for segment, window in zip(range(start, len(self)), windows, strict=False):
+            last = segment == len(self) - 1
+            if last:
+                next(windows, None)  # lets the workers end now: who knows the length never asks beyond the last batch
+            self._reached = self._next if last else Position(epoch, segment + 1)
+            yield self._batch(window, Position(epoch, segment))
+
+    def _torch_loader(self, segments: range) -> DataLoader[Tokens]:
+        return DataLoader(
+            self._reader,
+            sampler=segments,
+            batch_size=None,
+            collate_fn=_as_is,
+            num_workers=self.num_workers,
+            generator=torch.Generator(),  # its own: a DataLoader draws a seed even where nothing is random
+        )
+
+    def _batch(self, window: Tokens, position: Position) -> Batch:
+        length_all = self.layout.lengths(position.segment)
+        length_B = length_all[self._own]
+        real = np.arange(self.layout.segment_len) < length_B[:, None]  # (B, T)
+        wide = window.astype(np.int64)
+        batch = Batch(
+            tokens_BT=torch.from_numpy(np.where(real, wide[:, :-1], 0)),
+            targets_BT=torch.from_numpy(np.where(real, wide[:, 1:], 0)),
+            segment=Segment(
+                reset=torch.full((len(length_B),), position.segment == 0, dtype=torch.bool),
+                length=torch.from_numpy(length_B.copy()),
+            ),
+            n_target=int(length_all.sum()),
+            position=position,
+        )
+        return _pinned(batch) if self.pin_memory else batch
+
+
+def _as_is(window: Any) -> Any:
+    return window
+
+
+def _pinned(batch: Batch) -> Batch:
+    segment = batch.segment
+    return batch._replace(
+        tokens_BT=batch.tokens_BT.pin_memory(),
+        targets_BT=batch.targets_BT.pin_memory(),
+        segment=segment._replace(reset=segment.reset.pin_memory(), length=segment.length.pin_memory()),
+    )

@@ -1,0 +1,75 @@
+"""Cached evaluation: a split read in ordered lanes with the memory carried along, every target scored once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import lightning.pytorch as L
+
+from txl_lightning.config import Config
+from txl_lightning.model.transformer import TransformerXL
+from txl_lightning.training.datamodule import TextDataModule
+from txl_lightning.training.module import TransformerXLModule
+from txl_lightning.training.trainer import build_trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A score and everything it depends on."""
+
+    split: str
+    scores: dict[str, float]  # loss in nats per token, bits per unit, ppl
+    n_target: int  # scored targets
+    batch_size: int  # lanes asked for
+    n_lane: int  # lanes that had tokens
+    segment_len: int
+    memory: dict[str, Any]
+    clamp_len: int
+    memory_reset: str  # where memory starts anew
+    precision: str
+    data_fingerprint: str
+    seconds: float
+    tokens_per_second: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers."""
+        return asdict(self)
+
+
+def evaluate(config: Config, model: TransformerXL, *, split: str, callbacks: Sequence[L.Callback] = ()) -> Evaluation:
+    """Score a split.
+
+    Args:
+        config: lengths, data and devices.
+        model: its weights.
+        split: "train", "valid" or "test".
+        callbacks: observers, a progress bar say.
+
+    Raises:
+        ConfigError: the corpus has no such split.
+    """
+    data = TextDataModule(config, test_split=split)
+    n_target = len(data.data.require(split)) - 1
+    module = TransformerXLModule(config, model=model)
+    trainer = build_trainer(config, callbacks=callbacks)
+    start = time.perf_counter()
+    trainer.test(module, datamodule=data, verbose=False)
+    seconds = time.perf_counter() - start
+    return Evaluation(
+        split=split,
+        scores=module.scores["test"],
+        n_target=n_target,
+        batch_size=config.eval_batch_size,
+        n_lane=data.eval_lanes(split),
+        segment_len=config.eval_segment_len,
+        memory=config.memory.to_dict(),
+        clamp_len=config.model.clamp_len,
+        memory_reset="epoch",
+        precision=str(trainer.precision),
+        data_fingerprint=data.data.meta.fingerprint,
+        seconds=seconds,
+        tokens_per_second=n_target / seconds,
+    )

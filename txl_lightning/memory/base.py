@@ -1,0 +1,234 @@
+"""The memory interface: what a strategy reads, when it writes, and what the model promises it.
+
+Per layer and segment the model calls, in this order:
+
+    residual  -> a change of the layer's input                             (associative tokens, Titans MAL)
+    slots     -> keys and values the layer reads in its own softmax        (cache, compressive, window)
+    side      -> a read beside attention, merged with the heads' outputs   (kNN, Infini-attention, block-recurrent)
+    write     -> the next state, after the layer's output is known
+
+Every call gets the OLD state and none changes it: state is a value, in and out. The model has already put a lane that
+starts anew (`Segment.reset`) back to its start values, and it keeps the state of a lane without tokens (`length` 0)
+bit for bit, whatever `write` returns: such a lane does not even reset. Everything else is the strategy's to get
+right, and `txl_lightning.testing.check_memory` tells whether it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from txl_lightning import registry
+from txl_lightning.types import Aux, Segment, Slots, State, Tap, lane_where
+
+
+class LayerHandle(Protocol):
+    """What `write` may ask of the layer it belongs to."""
+
+    def frozen_attention(self, h_BTD: Tensor, m_BSD: Tensor) -> Tensor:
+        """(B, T, H K): content attention of h over m, no positions, no mask, the layer's weights cut out of the graph.
+
+        Args:
+            h_BTD: what queries are made from, as in `Tap.h_BTD`; its own graph is kept.
+            m_BSD: un-normalised layer inputs, as in `Tap.x_BTD`; normalised here under pre-norm; its graph is kept.
+        """
+
+    def project_slots(self, hidden_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, H, S, K) of un-normalised layer inputs, for a state in projected form."""
+
+
+class MemoryStrategy(nn.Module):
+    """Memory of one layer. Owns parameters (gates, compressors), never state.
+
+    Attributes:
+        gradient: "stop": the state carries no graph; "carry": it does, up to `trainer.bptt_segments` segments.
+        ages: "contiguous": slot j of S has age S - j, so the plain relative shift applies; "any": look ages up.
+        max_age: the largest age one of its slots can have (sizes the distance table); 0: it offers no slots.
+        needs_usage: `Tap.usage_BS` is wanted (rules out attention that never forms its weights).
+        inner_resets: can serve documents that start inside a segment.
+        extendable: may be built with a longer memory at evaluation than at training.
+    """
+
+    gradient: str = "stop"
+    ages: ClassVar[str] = "contiguous"
+    max_age: int = 0
+    needs_usage: bool = False
+    inner_resets: ClassVar[bool] = False
+    extendable: ClassVar[bool] = True
+
+    def init_state(self, batch: int, *, form: str, device: torch.device, dtype: torch.dtype) -> State:
+        """The state of `batch` fresh lanes, all zeros where `initial` says nothing. Fixes shapes and dtypes.
+
+        Args:
+            batch: lanes B; dim 0 of every tensor.
+            form: "hidden" (training: keep layer inputs) or "projected" (evaluation: keep keys and values).
+            device, dtype: of activations; accumulators stay float32 whatever dtype says.
+        """
+        return {}
+
+    def initial(self) -> State:
+        """Learned start values per key, without the lane dimension; zeros for keys that are not named."""
+        return {}
+
+    def slots(self, state: State, x_BTD: Tensor, segment: Segment) -> Slots | None:
+        """Keys and values to read in the layer's softmax, or None."""
+        return None
+
+    def residual(self, state: State, x_BED: Tensor, segment: Segment) -> Tensor:
+        """The layer's input with what memory adds to it, token by token.
+
+        Args:
+            x_BED: all E tokens the layer runs over: the T of the segment and a token memory's around them.
+        """
+        return x_BED
+
+    def side(self, state: State, tap: Tap, heads_BHTK: Tensor, segment: Segment) -> tuple[Tensor, Tensor | None]:
+        """Heads' outputs (B, H, T, K) after mixing in memory, and an extra (B, T, D) beside them or None."""
+        return heads_BHTK, None
+
+    def write(self, state: State, tap: Tap, layer: LayerHandle, segment: Segment) -> tuple[State, Aux]:
+        """The next state. Must not change the old one, must ignore tokens beyond `segment.length`."""
+        return state, Aux()
+
+    def fill(self, state: State) -> Tensor | None:
+        """(B,) share of the memory that is in use, 0 to 1, for the monitor; None if it has no such notion."""
+        return None
+
+
+class TokenMemory(nn.Module):
+    """Memory of the whole model that lives in extra input tokens (Recurrent Memory Transformer).
+
+    Attributes:
+        n_prefix, n_suffix: tokens put before and after the segment. Prefix tokens see one another in both directions
+            and are seen by all; suffix tokens see one another in both directions and every real token.
+        prefix_reads_slots, suffix_reads_slots: whether these tokens see the layers' memory slots.
+        gradient, extendable: as in MemoryStrategy.
+    """
+
+    n_prefix: int = 0
+    n_suffix: int = 0
+    prefix_reads_slots: bool = True
+    suffix_reads_slots: bool = True
+    gradient: str = "carry"
+    extendable: ClassVar[bool] = True
+
+    def init_state(self, batch: int, *, form: str, device: torch.device, dtype: torch.dtype) -> State:
+        """As in MemoryStrategy."""
+        raise NotImplementedError
+
+    def initial(self) -> State:
+        """As in MemoryStrategy."""
+        return {}
+
+    def wrap(self, state: State, x_BTD: Tensor, segment: Segment) -> Tensor:
+        """(B, n_prefix + T + n_suffix, D) the embeddings with the extra tokens around them."""
+        raise NotImplementedError
+
+    def write(self, state: State, hidden: Tensor, segment: Segment) -> State:
+        """The next state from the last layer's output (B, n_prefix + T + n_suffix, D)."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The memory of a whole model: what a registered name builds.
+
+    `layers[i]` lists the strategies of layer i: their slots are concatenated in this order, and at most one of them
+    may override `side`.
+
+    Raises:
+        ValueError: a layer has two strategies that override `side`.
+    """
+
+    layers: list[dict[str, MemoryStrategy]]
+    tokens: TokenMemory | None = None
+
+    def __post_init__(self) -> None:
+        for index, layer in enumerate(self.layers):
+            beside = [name for name, part in layer.items() if type(part).side is not MemoryStrategy.side]
+            if len(beside) > 1:
+                raise ValueError(f"{' and '.join(beside)} both read beside attention in layer {index}")
+
+
+class BuildPlan(Protocol):
+    """`build(config, model_config) -> MemoryPlan`."""
+
+    def __call__(self, config: Any, model: Any) -> MemoryPlan: ...
+
+
+def register(name: str, *, config: type, paper: str = "") -> Callable[[Any], Any]:
+    """Decorator for a `build(config, model_config) -> MemoryPlan`; third parties do it behind the entry point group
+    `txl_lightning.memory`."""
+    return registry.memories.register(name, config=config, paper=paper)
+
+
+def plan_per_layer(config: Any, model: Any, make: Callable[[], MemoryStrategy]) -> MemoryPlan:
+    """The usual plan: one strategy, called by its name, in each of `config.layers`."""
+    chosen = config.layer_indices(model.n_layer)
+    name = config.name.rpartition(":")[2]  # of package.module:Attribute the attribute; dots divide the state's keys
+    return MemoryPlan(layers=[{name: make()} if index in chosen else {} for index in range(model.n_layer)])
+
+
+def fresh_state(
+    part: MemoryStrategy | TokenMemory, batch: int, *, form: str, device: torch.device, dtype: torch.dtype
+) -> State:
+    """A state as it is right after a reset: learned start values where there are any, else zeros."""
+    state = part.init_state(batch, form=form, device=device, dtype=dtype)
+    start = part.initial()
+    return {
+        key: start[key].detach().to(old).expand_as(old).clone() if key in start else old for key, old in state.items()
+    }
+
+
+def reset_lanes(part: MemoryStrategy | TokenMemory, state: State, reset_B: Tensor) -> State:
+    """Put the lanes that start anew back to their start values; learned ones keep their graph."""
+    start = part.initial()
+    zero = {
+        key: start[key].to(old.dtype).expand_as(old) if key in start else torch.zeros_like(old)
+        for key, old in state.items()
+    }
+    return {key: lane_where(reset_B, zero[key], old) for key, old in state.items()}
+
+
+def keep_dead(new: State, old: State, length_B: Tensor) -> State:
+    """The new state, but the old one bit for bit in lanes without tokens."""
+    alive = length_B > 0
+    return {key: lane_where(alive, new[key], old[key]) for key in new}
+
+
+def keep_last(old_BMx: Tensor, new_BTx: Tensor, length_B: Tensor) -> Tensor:
+    """The last M rows of old followed by the first `length` rows of new, per lane, in one gather.
+
+    Args:
+        old_BMx: (B, M, ...) rows held so far, newest last.
+        new_BTx: (B, T, ...) rows of this segment.
+        length_B: (B,) how many rows of new are real.
+    """
+    size = old_BMx.shape[1]
+    rows = torch.cat([old_BMx, new_BTx.to(old_BMx.dtype)], dim=1)
+    index = length_B[:, None] + torch.arange(size, device=length_B.device)  # (B, M)
+    index = index.view(*index.shape, *([1] * (rows.dim() - 2))).expand(-1, -1, *rows.shape[2:])
+    return rows.gather(1, index)
+
+
+__all__ = [
+    "Aux",
+    "LayerHandle",
+    "MemoryPlan",
+    "MemoryStrategy",
+    "Segment",
+    "Slots",
+    "State",
+    "Tap",
+    "TokenMemory",
+    "fresh_state",
+    "keep_dead",
+    "keep_last",
+    "plan_per_layer",
+    "register",
+    "reset_lanes",
+]

@@ -1,0 +1,254 @@
+"""One layer: attention that reads memory, a feed-forward part, and the memory's write.
+
+    post-norm (the paper)   y = LN(x + Attention(x));      z = LN(y + FFN(y))
+    pre-norm                y = x + Attention(LN(x));      z = y + FFN(LN(y))
+
+E is the number of tokens the layer runs over: T, plus the extra tokens of a token memory where the model has one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from txl_lightning.config import ModelConfig
+from txl_lightning.memory.base import MemoryStrategy, keep_dead, reset_lanes
+from txl_lightning.model.attention import Biases, Reading, RelativeAttention
+from txl_lightning.model.positions import DistanceTable
+from txl_lightning.types import Aux, Segment, Slots, State, Tap
+
+
+class Layout(NamedTuple):
+    """Which of the E tokens are real, and what they see of one another. The same for every layer."""
+
+    n_prefix: int
+    n_token: int
+    n_suffix: int
+    mask: Tensor  # (1|B, 1, E, E) additive
+    hide_slots: Tensor | None  # (E, 1) bool: tokens that must not see memory slots
+
+    def real(self, x: Tensor, dim: int) -> Tensor:
+        """The T real tokens along one dimension."""
+        return x if not (self.n_prefix or self.n_suffix) else x.narrow(dim, self.n_prefix, self.n_token)
+
+    def put_real(self, whole: Tensor, real: Tensor, dim: int) -> Tensor:
+        """`whole` with its real tokens exchanged."""
+        if not (self.n_prefix or self.n_suffix):
+            return real
+        end = self.n_prefix + self.n_token
+        after = whole.narrow(dim, end, self.n_suffix)
+        return torch.cat([whole.narrow(dim, 0, self.n_prefix), real, after], dim=dim)
+
+
+class FeedForward(nn.Sequential):
+    """Linear, ReLU, Linear with dropout behind each."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(
+            nn.Linear(config.d_model, config.d_inner),
+            nn.ReLU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(config.d_inner, config.d_model),
+            nn.Dropout(config.dropout),
+        )
+
+
+class Block(nn.Module):
+    """A Transformer-XL layer with the memory strategies that live in it."""
+
+    def __init__(self, config: ModelConfig, memories: dict[str, MemoryStrategy]) -> None:
+        super().__init__()
+        self.pre_norm = config.pre_norm
+        self.attention = RelativeAttention(config)
+        self.attention_norm = nn.LayerNorm(config.d_model)
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_norm = nn.LayerNorm(config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.memories = nn.ModuleDict(memories)
+        self.oldest = max([0, *(memory.max_age for memory in memories.values())])  # age of the oldest slot it may read
+
+    def forward(
+        self, x_BED: Tensor, state: State, segment: Segment, layout: Layout, table: DistanceTable, shared: Biases | None
+    ) -> tuple[Tensor, State, Aux]:
+        """The layer's output (B, E, D), its memory's next state (keys `<strategy>.<key>`), and what it reports."""
+        given = {name: substate(state, name) for name, _ in self.named_memories()}
+        states = {name: reset_lanes(memory, given[name], segment.reset) for name, memory in self.named_memories()}
+        for name, memory in self.named_memories():
+            x_BED = memory.residual(states[name], x_BED, segment)
+        h = self.attention_norm(x_BED) if self.pre_norm else x_BED
+        q, k, v = self.attention.project(h)
+        slots = self._slots(states, x_BED, segment, layout)
+        read, parts = self._read(slots, k, v, segment, layout)
+        table = table.for_slots(read.n_slot if read.age is None else self.oldest, q.shape[2])
+        heads, weights = self.attention.attend(q, read, table, self.attention.biases(shared))
+        tap = Tap(*(layout.real(t, 1) for t in (x_BED, h)), *(layout.real(t, 2) for t in (q, k, v)))
+        usage = self._usage(weights, segment, layout)
+        taps = {name: self._tap(tap, name, parts.get(name), usage, layout) for name, _ in self.named_memories()}
+        heads, extra = self._side(states, taps, heads, segment, layout)
+        y = self._after_attention(x_BED, self.attention.merge(heads), extra)
+        suffix = y[:, y.shape[1] - layout.n_suffix :] if layout.n_suffix else None
+        taps = {name: tap._replace(y_BTD=layout.real(y, 1), suffix_BND=suffix) for name, tap in taps.items()}
+        return y, *self._write(given, states, taps, segment)
+
+    def frozen_attention(self, h_BTD: Tensor, m_BSD: Tensor) -> Tensor:
+        """As `LayerHandle.frozen_attention`."""
+        norm = self.attention_norm
+        h_BTD, m_BSD = h_BTD.to(norm.weight.dtype), m_BSD.to(norm.weight.dtype)
+        if self.pre_norm:
+            m_BSD = F.layer_norm(m_BSD, norm.normalized_shape, norm.weight.detach(), norm.bias.detach(), norm.eps)
+        return self.attention.frozen(h_BTD, m_BSD)
+
+    def project_slots(self, hidden_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """As `LayerHandle.project_slots`."""
+        hidden_BSD = hidden_BSD.to(self.attention_norm.weight.dtype)
+        return self.attention.project_slots(self.attention_norm(hidden_BSD) if self.pre_norm else hidden_BSD)
+
+    def named_memories(self) -> list[tuple[str, MemoryStrategy]]:
+        """The strategies of this layer by name, in the order in which their slots are read."""
+        return list(self.memories.items())  # type: ignore[arg-type]
+
+    def _slots(self, states: dict[str, State], x: Tensor, segment: Segment, layout: Layout) -> dict[str, Slots]:
+        found = {}
+        for name, memory in self.named_memories():
+            slots = memory.slots(states[name], layout.real(x, 1), segment)
+            if slots is not None:
+                found[name] = slots
+        return found
+
+    def _read(
+        self, slots: dict[str, Slots], k: Tensor, v: Tensor, segment: Segment, layout: Layout
+    ) -> tuple[Reading, dict[str, tuple[int, Tensor, Tensor]]]:
+        """All slots and the segment side by side, and where each strategy's slots begin among them."""
+        keys, values, parts, start = [], [], {}, 0
+        for name, part in slots.items():
+            slot_k, slot_v = self._keys_values(name, part)
+            parts[name] = (start, slot_k, slot_v)
+            start += slot_k.shape[2]
+            keys.append(slot_k.to(k.dtype))
+            values.append(slot_v.to(v.dtype))
+        contiguous = len(slots) <= 1 and all(self.memories[name].ages == "contiguous" for name in slots)
+        if contiguous and start > self.oldest:
+            raise ValueError(f"memory {', '.join(slots)} offers {start} slots but declares max_age={self.oldest}")
+        reading = Reading(
+            k_BHPK=torch.cat([*keys, k], dim=2) if keys else k,
+            v_BHPK=torch.cat([*values, v], dim=2) if values else v,
+            bias=_join_bias(list(slots.values()), segment, layout, dtype=k.dtype),
+            age=None if contiguous else _join_lanes([part.age for part in slots.values()], dim=1),
+            positioned=_join_positioned(list(slots.values())),
+            n_slot=start,
+        )
+        return reading, parts
+
+    def _keys_values(self, name: str, slots: Slots) -> tuple[Tensor, Tensor]:
+        if slots.keys_values is not None:
+            return slots.keys_values
+        assert slots.hidden is not None, f"memory {name} offers slots without hidden states or keys and values"
+        return self.project_slots(slots.hidden)
+
+    def _usage(self, weights_BHEP: Tensor, segment: Segment, layout: Layout) -> Tensor | None:
+        """(B, P) float32 attention that each key received from real queries, where a strategy asks for it."""
+        if not any(memory.needs_usage for _, memory in self.named_memories()):
+            return None
+        real = segment.mask(layout.n_token)[:, None, :, None]
+        return (layout.real(weights_BHEP, 2).detach().float() * real).sum(dim=(1, 2))
+
+    def _tap(
+        self, tap: Tap, name: str, part: tuple[int, Tensor, Tensor] | None, usage_BP: Tensor | None, layout: Layout
+    ) -> Tap:
+        """What this one strategy sees: its own slots, and their usage if it declares the need."""
+        wanted = usage_BP if self.memories[name].needs_usage else None
+        if wanted is not None:
+            own = wanted[:, wanted.shape[1] - layout.n_suffix - layout.n_token :][:, : layout.n_token]
+            tap = tap._replace(usage_BT=own)
+        if part is None:
+            return tap
+        start, slot_k, slot_v = part
+        usage = wanted[:, start : start + slot_k.shape[2]] if wanted is not None else None
+        return tap._replace(slot_k_BHSK=slot_k, slot_v_BHSK=slot_v, usage_BS=usage)
+
+    def _side(
+        self, states: dict[str, State], taps: dict[str, Tap], heads: Tensor, segment: Segment, layout: Layout
+    ) -> tuple[Tensor, Tensor | None]:
+        extra = None
+        for name, memory in self.named_memories():
+            real = layout.real(heads, 2)
+            mixed, added = memory.side(states[name], taps[name], real, segment)
+            heads = heads if mixed is real else layout.put_real(heads, mixed.to(heads.dtype), 2)
+            extra = added if added is not None else extra
+        if extra is not None:
+            whole = extra.new_zeros(extra.shape[0], heads.shape[2], extra.shape[2])
+            extra = layout.put_real(whole, extra, 1)
+        return heads, extra
+
+    def _after_attention(self, x: Tensor, attended: Tensor, extra: Tensor | None) -> Tensor:
+        attended = self.dropout(attended if extra is None else attended + extra)
+        if self.pre_norm:
+            y = x + attended
+            return y + self.feed_forward(self.feed_forward_norm(y))
+        y = self.attention_norm(x + attended)
+        return self.feed_forward_norm(y + self.feed_forward(y))
+
+    def _write(
+        self, given: dict[str, State], states: dict[str, State], taps: dict[str, Tap], segment: Segment
+    ) -> tuple[State, Aux]:
+        """The next states; `given` is what they were before resets: a lane without tokens does not even reset."""
+        state: State = {}
+        losses: dict[str, Tensor] = {}
+        metrics: dict[str, Tensor] = {}
+        for name, memory in self.named_memories():
+            new, aux = memory.write(states[name], taps[name], self, segment)
+            new = keep_dead(new, given[name], segment.length)
+            state.update({f"{name}.{key}": tensor for key, tensor in new.items()})
+            losses.update({f"{name}/{key}": loss for key, loss in aux.losses.items()})
+            metrics.update({f"{name}/{key}": metric.detach() for key, metric in aux.metrics.items()})
+        return state, Aux(losses=losses, metrics=metrics)
+
+
+def substate(state: State, part: str) -> State:
+    """The keys of one part of a flat state, without the part's name."""
+    return {key.removeprefix(f"{part}."): tensor for key, tensor in state.items() if key.startswith(f"{part}.")}
+
+
+def _join_lanes(tensors: list[Tensor], dim: int) -> Tensor:
+    """Concatenate tensors whose lane dimension is 1 or B."""
+    lanes = max(tensor.shape[0] for tensor in tensors)
+    return torch.cat([tensor.expand(lanes, *tensor.shape[1:]) for tensor in tensors], dim=dim)
+
+
+def _join_bias(slots: list[Slots], segment: Segment, layout: Layout, *, dtype: torch.dtype) -> Tensor:
+    """(1|B, 1|H, E, P) the slots' biases beside the mask of the tokens among themselves."""
+    parts = [_bias_of_all_tokens(part.bias.to(dtype), segment, layout) for part in slots] + [layout.mask.to(dtype)]
+    lanes, n_head = (max(part.shape[dim] for part in parts) for dim in (0, 1))
+    rows = layout.mask.shape[2]
+    return torch.cat([part.expand(lanes, n_head, rows, -1) for part in parts], dim=-1)
+
+
+def _bias_of_all_tokens(bias: Tensor, segment: Segment, layout: Layout) -> Tensor:
+    """A slot bias given for T real tokens (or for all at once), stretched over the extra tokens around them.
+
+    Prefix tokens see what the first real token sees, suffix tokens what the last real one of their lane sees.
+    """
+    if bias.shape[2] > 1 and layout.n_suffix:
+        bias = bias.expand(segment.length.shape[0], -1, -1, -1)
+        last = (segment.length - 1).clamp(min=0)[:, None, None, None]
+        after = bias.gather(2, last.expand(-1, bias.shape[1], layout.n_suffix, bias.shape[3]))
+        bias = torch.cat([bias, after], dim=2)
+    if bias.shape[2] > 1 and layout.n_prefix:
+        bias = torch.cat([bias[:, :, :1].expand(-1, -1, layout.n_prefix, -1), bias], dim=2)
+    if layout.hide_slots is not None:
+        rows = layout.hide_slots.shape[0]
+        bias = bias.expand(-1, -1, rows, -1).masked_fill(layout.hide_slots, float("-inf"))
+    return bias
+
+
+def _join_positioned(slots: list[Slots]) -> Tensor | None:
+    """(S,) bool over all slots, or None when all have a position."""
+    if all(part.positioned is None for part in slots):
+        return None
+    ones = [part.age.new_ones(part.age.shape[1], dtype=torch.bool) for part in slots]
+    return torch.cat(
+        [part.positioned if part.positioned is not None else one for part, one in zip(slots, ones, strict=True)]
+    )

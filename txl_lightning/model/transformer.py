@@ -1,0 +1,224 @@
+"""Transformer-XL with pluggable memory, as a pure function: state in, state out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from txl_lightning import registry
+from txl_lightning.config import Config
+from txl_lightning.memory.base import MemoryPlan, MemoryStrategy, TokenMemory, fresh_state, keep_dead, reset_lanes
+from txl_lightning.model.attention import Biases
+from txl_lightning.model.block import Block, Layout, substate
+from txl_lightning.model.embedding import TokenEmbedding
+from txl_lightning.model.positions import DistanceTable, distance_table
+from txl_lightning.model.softmax import OutputSoftmax
+from txl_lightning.types import Aux, Segment, State
+
+
+class ModelOutput(NamedTuple):
+    """What one segment gives."""
+
+    losses_BT: Tensor | None  # nats per token, aligned with the targets, 0 on padding; None without targets
+    hidden_BTD: Tensor  # last layer's output of the real tokens; `log_probs` takes it
+    state: State  # memory after this segment
+    aux_losses: Mapping[str, Tensor]  # 0-dim, weighted; the training loss adds them
+    metrics: Mapping[str, Tensor]  # 0-dim, detached, `<strategy>/<name>/L<layer>`
+
+
+class TransformerXL(nn.Module):
+    """Dai et al. 2019, arXiv:1901.02860, with any memory behind the interface of `txl_lightning.memory`.
+
+    Args:
+        config: the whole configuration; the `model` and `memory` groups are used.
+        plan: memory made by hand, instead of what `config.memory` names.
+
+    The state is one flat dict of tensors (B, ...): `layers.<i>.<strategy>.<key>`, `tokens.<key>`, and `age` (B,), the
+    tokens each lane has read since it started anew.
+    """
+
+    def __init__(self, config: Config, *, plan: MemoryPlan | None = None) -> None:
+        super().__init__()
+        self.config = config.model
+        if plan is None:
+            plan = registry.memories.get(config.memory.name).build(config.memory, config.model)
+        if len(plan.layers) != self.config.n_layer:
+            raise ValueError(f"the memory plan has {len(plan.layers)} layers, the model {self.config.n_layer}")
+        self.embedding = TokenEmbedding(self.config)
+        self.layers = nn.ModuleList(Block(self.config, memories) for memories in plan.layers)
+        self.tokens = plan.tokens
+        self.softmax = OutputSoftmax(self.config)
+        self.dropout = nn.Dropout(self.config.dropout)
+        if not self.config.untie_r:
+            self.u = nn.Parameter(torch.zeros(self.config.n_head, self.config.d_head))
+            self.v = nn.Parameter(torch.zeros(self.config.n_head, self.config.d_head))
+        if self.config.tie_weights:
+            self.softmax.weight = self.embedding.table.weight  # type: ignore[assignment]  # torch says Tensor
+        initialise(self, std=self.config.init_std)
+
+    def init_state(
+        self,
+        batch_size: int,
+        *,
+        form: str = "hidden",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
+        """Memory of `batch_size` lanes that have read nothing.
+
+        Args:
+            batch_size: lanes B.
+            form: "hidden" for training, "projected" for evaluation and generation.
+            device, dtype: of activations; the parameters' by default.
+        """
+        weight = self.softmax.weight
+        place, kind = torch.device(device or weight.device), dtype or weight.dtype
+        state: State = {"age": torch.zeros(batch_size, dtype=torch.int64, device=place)}
+        for path, part in self.memory_parts():
+            fresh = fresh_state(part, batch_size, form=form, device=place, dtype=kind)
+            state.update({f"{path}.{name}": tensor for name, tensor in fresh.items()})
+        return state
+
+    def forward(
+        self, tokens_BT: Tensor, state: State, segment: Segment | None = None, targets_BT: Tensor | None = None
+    ) -> ModelOutput:
+        """Read one segment of every lane.
+
+        Args:
+            tokens_BT: (B, T) int64.
+            state: memory before this segment, from `init_state` or the last output. Not changed.
+            segment: resets and lengths; None: no resets and every lane has length T.
+            targets_BT: (B, T) int64 next tokens, to get losses.
+
+        Raises:
+            ValueError: the segment holds several documents, or a strategy offers other slots than it declares.
+        """
+        segment = segment if segment is not None else Segment.full(tokens_BT)
+        if segment.document is not None:
+            raise ValueError("Segment.document is set, but no layer keeps documents of one segment apart")
+        x = self._embed(tokens_BT, state, segment)
+        layout = self._layout(segment, tokens_BT.shape[1], device=x.device)
+        table = self._table(layout, device=x.device)
+        new_state: State = {}
+        losses: dict[str, Tensor] = {}
+        metrics: dict[str, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            x, part, aux = self._run(layer, x, substate(state, f"layers.{index}"), segment, layout, table)
+            new_state.update({f"layers.{index}.{key}": tensor for key, tensor in part.items()})
+            losses.update({f"{name}/L{index}": loss for name, loss in aux.losses.items()})
+            metrics.update({f"{name}/L{index}": metric for name, metric in aux.metrics.items()})
+        new_state.update(self._write_tokens(state, x, segment))
+        age = torch.where(segment.reset, 0, state["age"]) + segment.length
+        new_state["age"] = torch.where(segment.length > 0, age, state["age"])
+        new_state = {key: new_state[key] for key in state}  # a compiled forward looks at the order of keys too
+        hidden = self.dropout(layout.real(x, 1))
+        return ModelOutput(self._losses(hidden, targets_BT, segment), hidden, new_state, losses, metrics)
+
+    def log_probs(self, hidden_BTD: Tensor) -> Tensor:
+        """(B, T, V) log-probabilities, in nats, of the token after each position."""
+        return self.softmax.log_probs(hidden_BTD)
+
+    def memory_parts(self) -> Iterator[tuple[str, MemoryStrategy | TokenMemory]]:
+        """Every memory with its path in the state, e.g. `layers.0.cache`."""
+        if self.tokens is not None:
+            yield "tokens", self.tokens
+        for index, layer in enumerate(self._blocks()):
+            for name, memory in layer.named_memories():
+                yield f"layers.{index}.{name}", memory
+
+    def _blocks(self) -> list[Block]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def _embed(self, tokens_BT: Tensor, state: State, segment: Segment) -> Tensor:
+        """(B, E, D) embedded tokens with the memory tokens around them."""
+        x = self.embedding(tokens_BT)
+        if self.tokens is not None:
+            x = self.tokens.wrap(reset_lanes(self.tokens, substate(state, "tokens"), segment.reset), x, segment)
+        return self.dropout(x)
+
+    def _layout(self, segment: Segment, n_token: int, *, device: torch.device) -> Layout:
+        tokens = self.tokens
+        n_prefix, n_suffix = (tokens.n_prefix, tokens.n_suffix) if tokens is not None else (0, 0)
+        mask, hide = token_mask(segment, n_prefix=n_prefix, n_token=n_token, n_suffix=n_suffix, device=device), None
+        if tokens is not None and not (tokens.prefix_reads_slots and tokens.suffix_reads_slots):
+            row = torch.arange(n_prefix + n_token + n_suffix, device=device)
+            hide = (row < n_prefix) & (not tokens.prefix_reads_slots)
+            hide = (hide | (row >= n_prefix + n_token) & (not tokens.suffix_reads_slots))[:, None]
+        return Layout(n_prefix, n_token, n_suffix, mask, hide)
+
+    def _table(self, layout: Layout, *, device: torch.device) -> DistanceTable:
+        """Distances of all layers, embedded once; the dropout mask is shared by all layers, as in the paper's code."""
+        n_token = layout.n_prefix + layout.n_token + layout.n_suffix
+        table = distance_table(
+            oldest=max(layer.oldest for layer in self._blocks()),
+            n_token=n_token,
+            ahead=n_token - 1 if layout.n_prefix or layout.n_suffix else 0,
+            d_model=self.config.d_model,
+            clamp_len=self.config.clamp_len,
+            device=device,
+            dtype=self.softmax.weight.dtype,
+        )
+        return table._replace(rows_WD=self.dropout(table.rows_WD))
+
+    def _run(
+        self, layer: nn.Module, x: Tensor, state: State, segment: Segment, layout: Layout, table: DistanceTable
+    ) -> tuple[Tensor, State, Aux]:
+        shared = None if self.config.untie_r else Biases(self.u, self.v)
+        args = (x, state, segment, layout, table, shared)
+        if self.config.checkpointing and self.training:
+            return checkpoint(layer, *args, use_reentrant=False)
+        return layer(*args)
+
+    def _write_tokens(self, state: State, hidden: Tensor, segment: Segment) -> State:
+        if self.tokens is None:
+            return {}
+        given = substate(state, "tokens")
+        new = self.tokens.write(reset_lanes(self.tokens, given, segment.reset), hidden, segment)
+        new = keep_dead(new, given, segment.length)
+        return {f"tokens.{key}": tensor for key, tensor in new.items()}
+
+    def _losses(self, hidden: Tensor, targets_BT: Tensor | None, segment: Segment) -> Tensor | None:
+        if targets_BT is None:
+            return None
+        losses = self.softmax.losses(hidden, targets_BT)
+        return torch.where(segment.mask(losses.shape[1]), losses, 0.0)
+
+
+def token_mask(segment: Segment, *, n_prefix: int, n_token: int, n_suffix: int, device: torch.device) -> Tensor:
+    """(1|B, 1, E, E) additive mask of the tokens among themselves.
+
+    Real tokens see what came before them; padding comes after every real token, so it needs no mask. Prefix and suffix
+    tokens see their own kind in both directions; suffix tokens do not see padding.
+    """
+    row = torch.arange(n_prefix + n_token + n_suffix, device=device)
+    seen = row[:, None] >= row
+    if n_prefix:
+        seen = seen | (row[:, None] < n_prefix) & (row < n_prefix)
+    if n_suffix:
+        end = n_prefix + n_token
+        seen = seen | (row[:, None] >= end) & (row >= end)
+        padding = (row >= n_prefix + segment.length[:, None]) & (row < end)  # (B, E)
+        seen = seen[None] & ~((row >= end)[:, None] & padding[:, None])
+    seen = seen.view(-1, 1, *seen.shape[-2:])
+    return torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, float("-inf"))
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, *, std: float) -> None:
+    """The authors' initial weights: N(0, std) for matrices, u and v; 0 for biases; N(1, std) for norms' gains.
+
+    Memory strategies initialise themselves and are left alone.
+    """
+    for name, parameter in model.named_parameters():
+        if ".memories." in name or name.startswith("tokens."):
+            continue
+        if name.endswith("norm.weight"):
+            parameter.normal_(1.0, std)
+        elif name.endswith("bias"):
+            parameter.zero_()
+        else:
+            parameter.normal_(0.0, std)

@@ -1,0 +1,90 @@
+"""What all code of a process shares, put right around a job: ranks, sys.argv, the environment, Hydra's globals."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+
+RANKS = ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
+"""Environment variables of which a process other than the first has one above 0."""
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that makes folders, checks and prints."""
+    return all(int(os.environ.get(name) or 0) == 0 for name in RANKS)
+
+
+def ranks_started() -> int:
+    """How many ranks somebody else than lightning starts, one by one."""
+    return max(int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "SLURM_NTASKS"))
+
+
+@contextmanager
+def fresh_hydra() -> Iterator[None]:
+    """Hydra as in a new process, errors as exceptions; afterwards as it was."""
+    held, settings, full = GlobalHydra.instance().hydra, HydraConfig.instance().cfg, os.environ.get("HYDRA_FULL_ERROR")
+    GlobalHydra.instance().clear()
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra, HydraConfig.instance().cfg = held, settings
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full
+
+
+@contextmanager
+def replaced_argv(arguments: Sequence[str]) -> Iterator[None]:
+    """Other arguments after the program's name."""
+    kept, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = kept
+
+
+@contextmanager
+def own_environment() -> Iterator[None]:
+    """Take back what launching ranks leaves behind: the next job of a sweep would think that it was launched."""
+    kept = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def leave_process_group() -> None:
+    """Let the next job form a group of its own; its ranks are other processes."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+@contextmanager
+def own_logging() -> Iterator[None]:
+    """Take back what Hydra's --info does to the root logger."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
+
+
+@contextmanager
+def first_rank_prints() -> Iterator[None]:
+    """Silence standard output of all other ranks: they would say the same again."""
+    if is_first_rank():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield

@@ -1,0 +1,42 @@
+"""Loss over exactly the scored targets of all ranks, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torchmetrics
+from torch import Tensor
+
+
+class TokenLoss(torchmetrics.Metric):
+    """Mean negative log-likelihood in nats per token: the sum over all targets by their count, over all ranks."""
+
+    full_state_update = False
+    nll: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = torch.float32 if torch.backends.mps.is_available() else torch.float64  # mps has no float64
+        self.add_state("nll", torch.zeros((), dtype=wide), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, nll: Tensor, count: Tensor) -> None:
+        """Add the summed loss of some targets and their number."""
+        self.nll = self.nll + nll.to(self.nll.dtype)
+        self.count = self.count + count
+
+    def compute(self) -> Tensor:
+        """Nats per token; NaN if nothing was scored."""
+        return self.nll / self.count
+
+
+def scores(loss: float, unit: str) -> dict[str, float]:
+    """The customary figures of a loss in nats per token.
+
+    Args:
+        loss: nats per token.
+        unit: what a token stands for: "byte", "char" or "word".
+    """
+    return {"loss": loss, f"bits_per_{unit}": loss / math.log(2), "ppl": math.exp(min(loss, 700.0))}

@@ -1,0 +1,185 @@
+"""The LightningModule: one segment of every lane per step, memory carried from step to step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+
+from txl_lightning.config import Config, ConfigError
+from txl_lightning.model.transformer import ModelOutput, TransformerXL
+from txl_lightning.training.clock import Clock
+from txl_lightning.training.lane_state import LaneState, stage_of
+from txl_lightning.training.metrics import TokenLoss, scores
+from txl_lightning.training.optim import build_optimizer, build_schedule
+from txl_lightning.types import Batch, State
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss became NaN or infinite; training on would ruin the weights."""
+
+
+class TransformerXLModule(L.LightningModule):
+    """Trains TransformerXL on ordered lanes with automatic optimisation.
+
+    Training keeps its memory until the data says a lane starts anew; sanity check, validation and test each have
+    their own, so they cannot change one training loss.
+
+    Args:
+        config: the whole configuration.
+        model: trained weights to go on with; a fresh model by default.
+
+    Logs `train/…`, `val/…`, `test/…` (loss in nats per token over exactly the scored targets of all ranks, bits per
+    unit, ppl), `optim/lr`, `optim/grad_norm` and what memory strategies report as `memory/…`.
+    """
+
+    def __init__(self, config: Config, *, model: TransformerXL | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.model = model if model is not None else TransformerXL(config)
+        self.lanes = LaneState(model_resets=True)
+        self.clock = Clock()
+        self.train_loss = TokenLoss()
+        self.eval_loss = TokenLoss()
+        self.scores: dict[str, dict[str, float]] = {}  # latest figures per stage, in full precision
+        self.validated_at = -1  # optimizer step of the latest validation
+        self._step_before = 0
+        self._reported: dict[str, Tensor] = {}  # what the latest training step's memory said
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        out = self._step("train", batch)
+        nll = out.losses_BT.sum()  # type: ignore[union-attr]
+        self._refuse_non_finite(out.losses_BT)  # type: ignore[arg-type]
+        self.train_loss.update(nll.detach(), batch.segment.length.sum())
+        self._reported = {**out.metrics, **{name: loss.detach() for name, loss in out.aux_losses.items()}}
+        # ddp averages gradients over ranks, whose lanes may hold different numbers of targets
+        loss = nll * (self.trainer.world_size / batch.n_target)
+        return loss + sum(out.aux_losses.values())
+
+    def on_after_backward(self) -> None:
+        self.lanes.commit("train")
+
+    def on_train_start(self) -> None:
+        self.lanes.seek(self.trainer.train_dataloader)
+        self.clock.start()
+
+    def on_train_end(self) -> None:
+        self.clock.pause()
+        if self.train_loss.update_called:  # steps since the last point of the curves
+            self.scores["train"] = scores(float(self.train_loss.compute()), self.config.data.unit)
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        """Log the means since the last point. Runs on all ranks at the same steps: sums cross ranks here."""
+        self.clock.tokens += batch.n_target
+        if self.logs_now():
+            self._log_scores("train", self.train_loss)
+            self.log("optim/lr", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+            self.log_dict({f"memory/{name}": value for name, value in self._reported.items()})
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self._step_before = self.trainer.global_step
+
+    def logs_now(self) -> bool:
+        """Whether this batch ended an optimizer step at which curves get a point. For `on_train_batch_end` hooks."""
+        step = self.trainer.global_step
+        return step > self._step_before and step % self.config.trainer.log_every_n_steps == 0
+
+    def on_validation_start(self) -> None:
+        self.clock.pause()
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking and self.trainer.state.fn == "fit":
+            self.validated_at = self.trainer.global_step
+            self.clock.start()
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._eval_step(batch, dataloader_idx)
+
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._eval_step(batch, dataloader_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.sanity_checking:
+            self.eval_loss.reset()
+        else:
+            self._log_scores("val", self.eval_loss)
+        self.lanes.drop("sanity/")
+        self.lanes.drop("val/")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_scores("test", self.eval_loss)
+        self.lanes.drop("test/")
+
+    def configure_optimizers(self) -> Any:
+        planned, actual = self.config.trainer.max_steps, self.trainer.max_steps
+        if actual not in (-1, planned):
+            rule = f"the Trainer has max_steps={actual}, so the learning-rate schedule would not fit"
+            raise ConfigError("trainer.max_steps", planned, rule, "give both the same number")
+        optimizer = build_optimizer(self.named_parameters(), self.config.optim)
+        schedule = build_schedule(optimizer, self.config.optim, max_steps=planned)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip to `optim.clip` and log the norm before clipping."""
+        limit = self.config.optim.clip or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
+        self.log("optim/grad_norm", norm)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["txl_lightning"] = {"config": self.config.to_dict(), "lanes": self.lanes.state_dict()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.lanes.load_state_dict(checkpoint["txl_lightning"]["lanes"])
+
+    @rank_zero_only
+    def log_text(self, tag: str, text: str) -> None:
+        """Show text in every logger that can."""
+        for logger in self.trainer.loggers:
+            add = getattr(getattr(logger, "experiment", None), "add_text", None)
+            if add is not None:
+                add(tag, text, self.trainer.global_step)
+
+    def _step(self, stage: str, batch: Batch) -> ModelOutput:
+        """Read one segment: state in, state proposed."""
+        state = self.lanes.read(stage, batch, lambda lanes: self._fresh(lanes, stage))
+        out = self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT)
+        self.lanes.propose(stage, out.state, batch)
+        return out
+
+    def _fresh(self, lanes: int, stage: str) -> State:
+        # weights move in training, so it keeps hidden states; evaluation projects each state once
+        form = "hidden" if stage == "train" else "projected"
+        return self.model.init_state(lanes, form=form, device=self.device, dtype=self._state_dtype())
+
+    def _state_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if "bf16" in str(self.trainer.precision) else self.dtype  # type: ignore[return-value]
+
+    def _eval_step(self, batch: Batch, dataloader_idx: int) -> None:
+        stage = stage_of(self.trainer, dataloader_idx)
+        out = self._step(stage, batch)
+        self.lanes.commit(stage)
+        self.eval_loss.update(out.losses_BT.sum(), batch.segment.length.sum())  # type: ignore[union-attr]
+
+    def _log_scores(self, stage: str, metric: TokenLoss) -> None:
+        loss = float(metric.compute())
+        metric.reset()
+        self.scores[stage] = scores(loss, self.config.data.unit)
+        figures = {f"{stage}/{name}": value for name, value in self.scores[stage].items()}
+        self.log_dict(figures, sync_dist=stage != "train")  # the same on all ranks; lightning wants to be told
+
+    def _refuse_non_finite(self, losses_BT: Tensor) -> None:
+        bad_B = ~losses_BT.detach().isfinite().all(dim=1)
+        worst = self.trainer.strategy.reduce(bad_B.any().float(), reduce_op="sum")
+        if not worst:
+            return
+        lanes = self.trainer.global_rank * len(bad_B) + bad_B.nonzero().flatten()
+        raise NonFiniteLoss(
+            f"loss is not finite at step {self.trainer.global_step}, lanes {lanes.tolist()}: weights are as they were"
+            f" before this step; lower optim.lr={self.config.optim.lr}, raise optim.warmup_steps, lower optim.clip, or"
+            " use trainer.precision=32-true"
+        )

@@ -1,0 +1,66 @@
+"""What a run folder says about its run besides checkpoints and curves."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from txl_lightning.config import Config, ConfigError
+from txl_lightning.data.store import Meta
+
+CONFIG, FACTS, RESULT = "config.yaml", "run.json", "result.json"
+PACKAGES = ("txl-lightning", "torch", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy")
+
+
+def refuse_used_folder(run_dir: str | None) -> None:
+    """A run never overwrites another. Raises ConfigError."""
+    if run_dir is not None and (Path(run_dir).expanduser() / CONFIG).exists():
+        raise ConfigError("run_dir", run_dir, "the folder holds a run already", "name another folder")
+
+
+def write_facts(run_dir: Path, config: Config, meta: Meta) -> None:
+    """Write the resolved configuration as plain YAML, and versions, git state, seed and data fingerprint as JSON."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / CONFIG).write_text(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True))
+    facts = {
+        "command": sys.argv,
+        "seed": config.seed,
+        "data_fingerprint": meta.fingerprint,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "git": git_state(),
+    }
+    write_json(run_dir / FACTS, facts)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Indented JSON with a final newline."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit and whether files differ from it, of the repository around the working directory; None without one."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        return {"commit": commit, "changed": bool(_git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,104 @@
+"""Values that cross the borders between rooms: segments, batches, slots, states.
+
+Shape letters used in the whole package: B lanes, T tokens of a segment, M memory length, S slots,
+D model width, H heads, K width of a head (Dh in the papers), L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+"""Memory of all lanes as a flat dict; dim 0 of every tensor is the lane, shapes and dtypes never change."""
+
+
+class Segment(NamedTuple):
+    """What the data says about each lane of one segment. Tensors only, so graphs stay static."""
+
+    reset: Tensor  # (B,) bool: this lane starts a new stream at token 0
+    length: Tensor  # (B,) int64: real tokens, 0..T; 0 = the lane has ended and its state must not move
+    document: Tensor | None = None  # (B, T) int64 document number; only under memory.reset=document
+
+    @classmethod
+    def full(cls, tokens_BT: Tensor) -> Segment:
+        """Every lane continues and has all T tokens."""
+        batch, length = tokens_BT.shape
+        device = tokens_BT.device
+        return cls(
+            reset=torch.zeros(batch, dtype=torch.bool, device=device),
+            length=torch.full((batch,), length, dtype=torch.int64, device=device),
+        )
+
+    def mask(self, n_token: int) -> Tensor:
+        """(B, T) bool, True on real tokens."""
+        return torch.arange(n_token, device=self.length.device) < self.length[:, None]
+
+
+class Position(NamedTuple):
+    """Where in the data a batch stands. Plain integers: reading them never waits for the device."""
+
+    epoch: int  # passes over the data finished before this batch
+    segment: int  # index of this batch within the pass
+
+
+class Batch(NamedTuple):
+    """One segment of every lane this rank owns."""
+
+    tokens_BT: Tensor  # (B, T) int64 inputs; anything beyond Segment.length is padding
+    targets_BT: Tensor  # (B, T) int64 the token after each input
+    segment: Segment
+    n_target: int  # scored targets of this step over ALL lanes of all ranks
+    position: Position
+
+
+class Slots(NamedTuple):
+    """Extra keys and values a layer reads in its own softmax. Exactly one of hidden, keys_values is set."""
+
+    hidden: Tensor | None  # (B, S, D) layer inputs, un-normalised: projected with the CURRENT weights
+    keys_values: tuple[Tensor, Tensor] | None  # (B, H, S, K) each, projected, without position
+    # (1|B, S) int64 tokens from the slot to the first token of the segment (>= 1): distance = age + t, where t counts
+    # the prefix of a token memory too
+    age: Tensor
+    bias: Tensor  # (1|B, 1|H, 1|T, S) float, additive; MASKED where empty; may carry gradient; causal in t
+    positioned: Tensor | None = None  # (S,) bool; False: no position term, always visible. None: all True
+
+
+class Tap(NamedTuple):
+    """What a layer lets its memory see: the T real tokens of the segment under way, never the extra memory tokens."""
+
+    x_BTD: Tensor  # layer input, un-normalised, with what `residual` added
+    h_BTD: Tensor  # what queries, keys and values were projected from (normalised under pre-norm)
+    q_BHTK: Tensor  # content queries, without u, v or position
+    k_BHTK: Tensor  # content keys, without position
+    v_BHTK: Tensor
+    slot_k_BHSK: Tensor | None = None  # keys of this strategy's own slots
+    slot_v_BHSK: Tensor | None = None
+    y_BTD: Tensor | None = None  # the layer's output; None while `side` runs (it is not there yet)
+    usage_BS: Tensor | None = None  # float32 attention each of its slots received, summed over heads and real queries
+    usage_BT: Tensor | None = None  # the same for the segment's own tokens; both only where declared
+    suffix_BND: Tensor | None = None  # the layer's output at the model's suffix memory tokens, if it has any
+
+
+class Aux(NamedTuple):
+    """What a write reports besides the new state. The keys must be the same in every step."""
+
+    losses: Mapping[str, Tensor] = {}  # 0-dim, already weighted, masked by lane; added to the training loss
+    metrics: Mapping[str, Tensor] = {}  # 0-dim, detached
+
+
+MASKED = -1e30
+"""Additive bias of an absent slot. Finite: no NaN in a fully masked row; overflows to -inf in fp16, as it should."""
+
+
+def detach(state: State) -> State:
+    """The same state without its graph."""
+    return {key: tensor.detach() for key, tensor in state.items()}
+
+
+def lane_where(mask_B: Tensor, then: Tensor, otherwise: Tensor) -> Tensor:
+    """Per lane one of two tensors of shape (B, ...)."""
+    return torch.where(mask_B.view(-1, *([1] * (otherwise.dim() - 1))), then, otherwise)
