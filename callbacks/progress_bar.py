@@ -13,7 +13,6 @@ from rich.progress import (
     Progress,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -45,10 +44,9 @@ class ProgressBar(L.Callback):
             return
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
@@ -65,9 +63,7 @@ class ProgressBar(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._progress is None or self._train is None:
             return
-        self._progress.update(self._train, completed=trainer.global_step)
-        if pl_module.logs_now():
-            self._progress.update(self._train, figures=self._figures(pl_module))
+        self._progress.update(self._train, completed=trainer.global_step, figures=self._figures(pl_module))
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._begin("valid", trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
@@ -94,13 +90,11 @@ class ProgressBar(L.Callback):
         self._close()
 
     def _figures(self, module: Any) -> str:
-        unit = f"bits_per_{module.config.data.unit}"
-        parts = [
-            f"{name} {module.scores[stage][unit]:.3f}"
-            for name, stage in (("", "train"), ("valid", "val"))
-            if stage in module.scores
-        ]
-        return f"{unit.replace('_', ' ')} {', '.join(parts).strip()}  {module.clock.rate():,.0f} tokens/s"
+        unit = module.config.data.unit
+        bits = {stage: figures[f"bits_per_{unit}"] for stage, figures in module.scores.items()}
+        train = f"{bits['train']:.2f} bits/{unit}, " if "train" in bits else ""
+        valid = f"valid {bits['val']:.2f}, " if "val" in bits else ""
+        return f"{train}{valid}{module.clock.rate():,.0f} tok/s"
 
     def _begin(self, name: str, batches: Any) -> None:
         if self._progress is not None:

@@ -50,15 +50,16 @@ def test_what_is_no_checkpoint_is_refused(run: Path, tmp_path: Path, monkeypatch
     Path("empty.ckpt").write_bytes(b"")
     torch.save({"weights": torch.zeros(1)}, "foreign.ckpt")
     Path("hostile.ckpt").write_bytes(pickle.dumps(Hostile()))
+    torch.save({"state_dict": Hostile()}, "archive.ckpt")
     Path("folder").mkdir()
+    damaged = (
+        "is damaged, or holds more than numbers and would run code on loading; give a checkpoint that txl fit wrote"
+    )
     refusals = {
         "missing": "no such file or folder; give the run folder that `txl fit` printed",
         "folder": "the folder has no checkpoints/last.ckpt; give a run folder or a .ckpt file",
-        "cut.ckpt": "cut.ckpt cannot be read: damaged; use another checkpoint",
-        "text.ckpt": "text.ckpt cannot be read: damaged; use another checkpoint",
-        "empty.ckpt": "empty.ckpt cannot be read: damaged; use another checkpoint",
+        **{f"{name}.ckpt": f"{name}.ckpt {damaged}" for name in ("cut", "text", "empty", "hostile", "archive")},
         "foreign.ckpt": "foreign.ckpt is not a txl_lightning checkpoint; give one that txl fit wrote",
-        "hostile.ckpt": "hostile.ckpt is damaged or would run code on loading; only checkpoints that txl fit wrote can be read",
     }
     for path, message in refusals.items():
         with pytest.raises(ConfigError) as refused:
@@ -77,6 +78,21 @@ def test_weights_must_fit_the_configuration(run: Path, tmp_path: Path) -> None:
             load_checkpoint(str(run), tiny_config(tmp_path, override))
     for override in ("memory.mem_len=500", "memory=none", "model.clamp_len=9", "eval.segment_len=3"):
         load_checkpoint(str(run), tiny_config(tmp_path, override))
+
+
+def test_going_on_with_other_text_is_refused(run: Path, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "trainer.max_steps=9")
+    with (tmp_path / "corpus.txt").open("a") as file:
+        file.write("one more line\n")
+    with pytest.raises(
+        ConfigError, match=r"data.fingerprint=\w{64}: is not what the checkpoint was trained on, \w{64};"
+    ):
+        build_trainer(config).fit(
+            TransformerXLModule(config),
+            TextDataModule(config),
+            ckpt_path=run / "checkpoints" / "last.ckpt",
+            weights_only=True,
+        )
 
 
 class StopAt(L.Callback):

@@ -38,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "reference": {"model": {"attention": "reference", "clamp_len": 5}},
     "checkpointing": {"model": {"checkpointing": True}},
     "bfloat16": {"dtype": torch.bfloat16},
+    "bfloat16-mixed": {"mixed": True},
     "float64": {"dtype": torch.float64},
     "two tokens, five lanes": {"segment_len": 2, "batch_size": 5},
 }
@@ -111,7 +112,7 @@ def test_more_of_the_interface_serves(name: str) -> None:
 def test_a_throwaway_strategy_keeps_the_laws_in_another_model(name: str) -> None:
     memory, keys = THROWAWAY[name]
     model = {"pre_norm": True, "untie_r": True}
-    check_memory(memory, dtype=torch.bfloat16, model=model, **VALUES_ONLY, **keys)
+    check_memory(memory, mixed=True, model=model, **VALUES_ONLY, **keys)
 
 
 @pytest.mark.parametrize("name", MIXES)
@@ -233,6 +234,12 @@ def test_every_way_to_name_a_strategy() -> None:
         check_memory(build, 9, laws=[10]),
     ]
     assert [verdicts[10].outcome for verdicts in ways] == ["ok"] * 5
+
+
+def test_the_callers_random_numbers_are_left_alone() -> None:
+    before = torch.get_rng_state()
+    check_memory("cache", mem_len=9, laws=[1, 4, 9, 12], model={"dropout": 0.1})
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_is_asked_wrongly_is_refused() -> None:

@@ -194,5 +194,5 @@ def test_schedule_and_trainer_must_agree(tmp_path: Path) -> None:
     trainer = L.Trainer(
         max_steps=7, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
     )
-    with pytest.raises(ConfigError, match="trainer.max_steps=20: the Trainer has max_steps=7"):
+    with pytest.raises(ConfigError, match=r"trainer\.max_steps=20: the Trainer has max_steps=7"):
         trainer.fit(TransformerXLModule(config), TextDataModule(config))

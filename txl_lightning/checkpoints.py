@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,9 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     file = checkpoint_file(path)
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        cure = "only checkpoints that txl fit wrote can be read"
-        raise ConfigError("ckpt", path, f"{file.name} is damaged or would run code on loading", cure) from error
     except Exception as error:  # on garbage the restricted unpickler fails in any way
-        raise ConfigError("ckpt", path, f"{file.name} cannot be read: damaged", "use another checkpoint") from error
+        rule = f"{file.name} is damaged, or holds more than numbers and would run code on loading"
+        raise ConfigError("ckpt", path, rule, "give a checkpoint that txl fit wrote") from error
     if not isinstance(saved, dict) or "txl_lightning" not in saved or "state_dict" not in saved:
         raise ConfigError("ckpt", path, f"{file.name} is not a txl_lightning checkpoint", "give one that txl fit wrote")
     return saved

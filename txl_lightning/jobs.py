@@ -37,6 +37,7 @@ from txl_lightning.process import (
     is_first_rank,
     leave_process_group,
     own_environment,
+    quiet_lightning,
     ranks_started,
     replaced_argv,
 )
@@ -223,8 +224,9 @@ def run_job(request: Request, *, folder: str) -> int:
         stored = stored_config(request.command, request.typed)
         config, options = build(request.typed, command=request.command, config_dir=request.config_dir, stored=stored)
         config = dataclasses.replace(config, run_dir=_run_dir(config, command=request.command, folder=folder))
-        with _relaunchable(request, run_dir=config.run_dir), own_environment(), first_rank_prints():
-            command_module(request.command).run(config, options)
+        command = command_module(request.command)
+        with _relaunchable(request, run_dir=config.run_dir), own_environment(), first_rank_prints(), quiet_lightning():
+            command.run(config, options)
     except ConfigError as error:
         return refuse(error, request.typed)
     except KeyboardInterrupt:

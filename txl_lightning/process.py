@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
@@ -78,6 +79,21 @@ def own_logging() -> Iterator[None]:
     finally:
         root.setLevel(level)
         root.handlers[:] = handlers
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Lightning's own words only where they warn: devices not found and tips about other products help nobody here."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            # lightning 2.6 uses it in every loop, torch >= 2.13 deprecates it
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -73,9 +73,16 @@ def show_needs(config: Config) -> None:
     """Print the table."""
     found = needs(config)
     table = Table(title="what each rank needs", show_header=False)
-    table.add_row("parameters", f"{found.parameters:,}")
-    for name in ("parameter", "gradient", "optimizer", "state", "activation", "total"):
-        label = {"state": "memory state", "total": "together"}.get(name, f"{name}s" if name != "optimizer" else name)
+    table.add_row("number of parameters", f"{found.parameters:,}")
+    labels = {
+        "parameter": "parameters",
+        "gradient": "gradients",
+        "optimizer": "optimizer",
+        "state": "memory state",
+        "activation": "activations",
+        "total": "together",
+    }
+    for name, label in labels.items():
         table.add_row(label, _gib(getattr(found, f"{name}_bytes")))
     table.add_row("optimizer steps per epoch", f"{found.steps_per_epoch:,}")
     table.add_row("epochs in max_steps", f"{config.trainer.max_steps / found.steps_per_epoch:.2f}")

@@ -66,7 +66,8 @@ class MemoryStrategy(nn.Module):
         Args:
             batch: lanes B; dim 0 of every tensor.
             form: "hidden" (training: keep layer inputs) or "projected" (evaluation: keep keys and values).
-            device, dtype: of activations; accumulators stay float32 whatever dtype says.
+            device, dtype: of activations; accumulators stay float32 whatever dtype says (and sum in float32 only where
+                autocast is off: it rounds the factors of a matrix product, not what they are added to).
         """
         return {}
 

@@ -21,7 +21,7 @@ class MixConfig(MemoryConfig):
     name: str = key("mix", "several strategies in one model")
     parts: Any = key(
         [{"name": "cache", "layers": "all"}],
-        "list of strategies with their keys, e.g. [{name: cache, layers: [0], mem_len: 256}, {name: cache, layers: [1]}]",
+        "strategies with their keys, e.g. [{name: cache, layers: [0], mem_len: 256}, {name: cache, layers: [1]}]",
     )
 
     def check(self) -> None:
@@ -59,13 +59,13 @@ def build(config: MixConfig, model: ModelConfig) -> MemoryPlan:
     return MemoryPlan(layers=layers, tokens=tokens)
 
 
-def _merge(
-    layer: dict[str, MemoryStrategy], more: dict[str, MemoryStrategy], *, index: int, config: MixConfig
-) -> None:
+def _merge(layer: dict[str, MemoryStrategy], more: dict[str, MemoryStrategy], *, index: int, config: MixConfig) -> None:
     for name, strategy in more.items():
         if name in layer:
             raise config.refuse("parts", f"layer {index} has two memories called {name}", "give them different layers")
         layer[name] = strategy
     if sum(type(strategy).side is not MemoryStrategy.side for strategy in layer.values()) > 1:
         names = " and ".join(layer)
-        raise config.refuse("parts", f"{names} both read beside attention in layer {index}", "give them different layers")
+        raise config.refuse(
+            "parts", f"{names} both read beside attention in layer {index}", "give them different layers"
+        )

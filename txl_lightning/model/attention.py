@@ -133,10 +133,8 @@ class RelativeAttention(nn.Module):
             row = distance_rows(read, table, n_token=q_BHTK.shape[2])
             positioned = _pad_positioned(read)
             scores = reference_scores(q_BHTK, read.k_BHPK, r, biases, row=row, positioned=positioned) * self.scale
-        weights = torch.softmax(
-            (scores + read.bias).float() if scores.dtype != torch.float64 else scores + read.bias, -1
-        )
-        weights = weights.to(read.v_BHPK.dtype)
+        # ours alone, so it may be changed; softmax of half-precision scores sums in float32 by itself
+        weights = torch.softmax(scores.add_(read.bias), dim=-1).to(read.v_BHPK.dtype)
         dropped = F.dropout(weights, self.dropatt, self.training)
         return dropped @ read.v_BHPK, weights
 

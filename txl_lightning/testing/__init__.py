@@ -60,6 +60,7 @@ def check_memory(
     compiled: bool = True,
     model: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
+    mixed: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
     **keys: Any,
@@ -81,6 +82,7 @@ def check_memory(
         compiled: count the compiler's graphs too (law 2; a few seconds).
         model: keys of the tiny model's configuration, e.g. {"pre_norm": True}.
         dtype: of parameters and state; law 11 always runs in float64.
+        mixed: as in precision=bf16-mixed: bfloat16 autocast over the parameters' dtype, and a bfloat16 state.
         device: where to run.
         seed: of weights and text.
         keys: keys of the strategy's configuration.
@@ -109,16 +111,15 @@ def check_memory(
         compiled=compiled,
         both_losses=tuple(both_losses),
         dtype=dtype,
+        mixed=mixed,
         device=torch.device(device),
         seed=seed,
     )
     for each in (bench.config, bench.longer):
         if isinstance(each, MemoryConfig):
             each.check_fit(model_config, segment_len=segment_len)
-    verdicts: dict[int, Verdict] = {}
-    for law in laws:
-        verdicts[law] = _try(law, bench, collect=collect)
-    return verdicts
+    with bench.seeded():
+        return {law: _try(law, bench, collect=collect) for law in laws}
 
 
 def _resolve(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,13 +39,14 @@ class Bench:
     compiled: bool
     both_losses: tuple[str, ...]
     dtype: torch.dtype
+    mixed: bool
     device: torch.device
     seed: int
 
     @property
     def tolerance(self) -> float:
         """What rounding may do in this dtype."""
-        return TOLERANCE[self.dtype]
+        return TOLERANCE[torch.bfloat16 if self.mixed else self.dtype]
 
     def make(self, *, plain: bool = False, longer: bool = False, watched: bool = True, **changes: Any) -> TransformerXL:
         """The model with the strategy in it, all parameters moved off their initial values, as training does.
@@ -70,6 +72,9 @@ class Bench:
                 for parameter in model.parameters():
                     parameter.add_(0.2 * torch.randn(parameter.shape))
         model = model.to(device=self.device, dtype=self.dtype).eval()
+        if self.mixed:
+            model.forward = torch.autocast(self.device.type, dtype=torch.bfloat16)(model.forward)  # type: ignore[method-assign]
+            model.init_state = functools.partial(model.init_state, dtype=torch.bfloat16)  # type: ignore[method-assign]
         if watched:
             for _, part in model.memory_parts():
                 watch(part)

@@ -59,7 +59,7 @@ def matters(bench: Bench) -> str:
 
 def equal_passes(bench: Bench) -> str:
     """Law 11: the two forms of a state mean the same; a lossless memory makes segments equal to one long pass."""
-    bench = dataclasses.replace(bench, dtype=torch.float64)
+    bench = dataclasses.replace(bench, dtype=torch.float64, mixed=False)
     model = bench.make()
     count = bench.warm_segments
     states = {form: model.init_state(bench.batch_size, form=form) for form in ("hidden", "projected")}

@@ -12,6 +12,7 @@ from torch import Tensor
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.model.transformer import ModelOutput, TransformerXL
 from txl_lightning.training.clock import Clock
+from txl_lightning.training.datamodule import TextDataModule
 from txl_lightning.training.lane_state import LaneState, stage_of
 from txl_lightning.training.metrics import TokenLoss, scores
 from txl_lightning.training.optim import build_optimizer, build_schedule
@@ -131,10 +132,24 @@ class TransformerXLModule(L.LightningModule):
         self.log("optim/grad_norm", norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["txl_lightning"] = {"config": self.config.to_dict(), "lanes": self.lanes.state_dict()}
+        checkpoint["txl_lightning"] = {
+            "config": self.config.to_dict(),
+            "lanes": self.lanes.state_dict(),
+            "data_fingerprint": self._fingerprint(),
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.lanes.load_state_dict(checkpoint["txl_lightning"]["lanes"])
+        saved = checkpoint["txl_lightning"]
+        here, there = self._fingerprint(), saved["data_fingerprint"]
+        if here != there and None not in (here, there):
+            rule = f"is not what the checkpoint was trained on, {there}"
+            raise ConfigError("data.fingerprint", here, rule, "go on with the same text, vocabulary and Python")
+        self.lanes.load_state_dict(saved["lanes"])
+
+    def _fingerprint(self) -> str | None:
+        """Of the data that is read, if it comes from our data module."""
+        data = getattr(self.trainer, "datamodule", None)
+        return data.data.meta.fingerprint if isinstance(data, TextDataModule) else None
 
     @rank_zero_only
     def log_text(self, tag: str, text: str) -> None:
