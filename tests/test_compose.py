@@ -104,7 +104,7 @@ def test_numbers_are_numbers_and_names_stay_names() -> None:
     assert config.optim.betas == (0.8, 0.9)
     with pytest.raises(ConfigError, match=r"^trainer\.precision=10e2: no such choice; "):
         load(["trainer.precision=10e2"])
-    assert load(["optim.warmup_steps=${trainer.max_steps}"]).optim.warmup_steps == 1500
+    assert load(["optim.warmup_steps=${trainer.max_steps}"]).optim.warmup_steps == 1700
 
 
 def test_groups_choose_and_keys_refine() -> None:
