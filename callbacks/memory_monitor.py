@@ -26,7 +26,8 @@ class MemoryMonitor(L.Callback):
     """Logs at each point of the curves, as means over the lanes of rank 0:
 
     memory/<strategy>/fill/L<layer>   share of the memory that is in use, 0 to 1
-    memory/<strategy>/norm/L<layer>   root mean square of everything the state holds in floating point
+    memory/<strategy>/norm/L<layer>   root mean square of everything the state holds in floating point, empty places
+                                      counted as the zeros they are
     """
 
     def __init__(self, config: MemoryMonitorConfig) -> None:
@@ -44,7 +45,8 @@ class MemoryMonitor(L.Callback):
             fill = memory.fill(part) if isinstance(memory, MemoryStrategy) else None
             if fill is not None:
                 figures[f"memory/{name}/fill{layer}"] = fill.float().mean()
-            figures[f"memory/{name}/norm{layer}"] = root_mean_square(part)
+            if any(tensor.is_floating_point() for tensor in part.values()):
+                figures[f"memory/{name}/norm{layer}"] = root_mean_square(part)
         pl_module.log_dict(figures)
 
 

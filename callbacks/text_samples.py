@@ -9,8 +9,9 @@ import lightning.pytorch as L
 import torch
 
 from txl_lightning import registry
-from txl_lightning.config import Section, key
+from txl_lightning.config import ConfigError, Section, key
 from txl_lightning.generation import SamplingRule, Session
+from txl_lightning.training.datamodule import TextDataModule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +35,16 @@ class TextSamples(L.Callback):
     def __init__(self, config: TextSamplesConfig) -> None:
         self.config = config
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if not isinstance(trainer.datamodule, TextDataModule):  # type: ignore[attr-defined]
+            cure = "fit with TextDataModule or leave the callback out"
+            raise ConfigError("callbacks", "text_samples", "needs the corpus to take its prompt from", cure)
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero or not trainer.loggers:
             return
         data = trainer.datamodule.data  # type: ignore[attr-defined]
-        prompt = data.splits["valid"][: self.config.prompt_tokens].tolist()
+        prompt = data.require("valid")[: self.config.prompt_tokens].tolist()
         text = data.vocab.decode(prompt) + " ⟶ " + data.vocab.decode(self._sample(pl_module, prompt))
         pl_module.log_text("samples/text", "\n".join(f"    {line}" for line in text.splitlines()))
 

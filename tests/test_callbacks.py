@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.tiny import tiny_config
 from txl_lightning import TextDataModule, TransformerXLModule, registry
 from txl_lightning.commands import fit as fit_command
+from txl_lightning.training import clock
 from txl_lightning.training.trainer import build_trainer
 
 ALL = "callbacks=[memory_monitor,text_samples,throughput]"
@@ -36,9 +37,8 @@ def test_tensorboard_has_every_curve_at_optimizer_steps(events: EventAccumulator
         assert {f"{stage}/loss", f"{stage}/bits_per_byte", f"{stage}/ppl"} <= scalars
     assert {"optim/lr", "optim/grad_norm", "perf/tokens_per_second"} <= scalars
     assert {f"memory/cache/{figure}/L{layer}" for figure in ("fill", "norm") for layer in (0, 1)} <= scalars
-    # lightning numbers steps from 0: the point after optimizer step 5 stands at 4
     for name in ("train/loss", "optim/lr", "perf/tokens_per_second", "memory/cache/fill/L0"):
-        assert [point.step for point in events.Scalars(name)] == [4, 9, 14, 19], name
+        assert [point.step for point in events.Scalars(name)] == [5, 10, 15, 20], name
     texts = [tag for tag in events.Tags()["tensors"] if "samples/text" in tag]
     assert len(texts) == 1 and len(events.Tensors(texts[0])) == 3  # after 16 and 32 batches and at the end
     text = events.Tensors(texts[0])[0].tensor_proto.string_val[0].decode()
@@ -102,14 +102,26 @@ def test_nothing_about_memory_is_logged_without_one(tmp_path: Path) -> None:
     assert "train/loss" in trainer.callback_metrics
 
 
-def test_throughput_counts_targets_per_training_second(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, "trainer.max_steps=4", "trainer.log_every_n_steps=2")
+def test_throughput_counts_targets_per_training_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that a training step moves by 0.5 s and a validation batch by 100 s."""
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+
+    class Hands(L.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            now[0] += 0.5
+
+        def on_validation_batch_start(self, *_: Any) -> None:
+            now[0] += 100.0
+
+    config = tiny_config(tmp_path, "trainer.max_steps=5", "trainer.log_every_n_steps=2", "trainer.val_check_interval=3")
     module, throughput = TransformerXLModule(config), registry.callbacks.get("throughput")
-    trainer = build_trainer(config, callbacks=[throughput.build(throughput.config())])
+    trainer = build_trainer(config, callbacks=[Hands(), throughput.build(throughput.config())])
     trainer.fit(module, TextDataModule(config))
-    assert module.clock.tokens == 4 * 4 * 16
-    assert trainer.callback_metrics["perf/tokens_per_second"] > 0
-    assert module.clock.rate() == pytest.approx(module.clock.tokens / module.clock.seconds)
+    assert (module.clock.tokens, module.clock.seconds) == (5 * 4 * 16, 2.5)
+    assert module.clock.rate() == 4 * 16 / 0.5
+    # callbacks run before the module counts the batch under way: from step 2 to step 4 there are two steps all the same
+    assert float(trainer.callback_metrics["perf/tokens_per_second"]) == 4 * 16 / 0.5
 
 
 def test_train_loss_is_the_mean_since_the_last_point(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, write_corpus
 from txl_lightning import TextDataModule, TransformerXLModule, load_checkpoint
 from txl_lightning.checkpoints import read_config
+from txl_lightning.commands import evaluate
 from txl_lightning.commands import fit as fit_command
-from txl_lightning.config import Config, ConfigError
+from txl_lightning.config import Config, ConfigError, EvalOptions
 from txl_lightning.training.trainer import build_trainer
 
 
@@ -93,6 +94,21 @@ def test_going_on_with_other_text_is_refused(run: Path, tmp_path: Path) -> None:
             ckpt_path=run / "checkpoints" / "last.ckpt",
             weights_only=True,
         )
+
+
+def test_changed_text_is_not_scored_unasked(run: Path, tmp_path: Path) -> None:
+    def check(*overrides: str, **keys: bool) -> None:
+        evaluate.check(tiny_config(tmp_path, "trainer.max_steps=3", *overrides), EvalOptions(ckpt=str(run), **keys))
+
+    check()
+    check("eval.batch_size=3", "data.segment_len=9")
+    with (tmp_path / "corpus.txt").open("a") as file:
+        file.write("one more line\n")
+    with pytest.raises(ConfigError, match=r"data.fingerprint=\w{64}: the text is not what .*\w{64}; restore the text"):
+        check()
+    check(other_text=True)
+    write_corpus(tmp_path / "other.txt", seed=1)
+    check(f"data.path={tmp_path / 'other.txt'}")  # other text was asked for
 
 
 class StopAt(L.Callback):

@@ -59,7 +59,6 @@ def test_readme_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (source,) = blocks("python")
     quick = [*QUICK, "data=text", "data.path=book.txt"]
     shorter = source.replace("load([", f"load([*{quick!r}, ").replace("200", "4").replace("50", "2")
-    assert shorter.count("4") >= 2
     names: dict[str, Any] = {}
     exec(shorter, names)
     assert names["trainer"].global_step == 4

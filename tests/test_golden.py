@@ -37,7 +37,8 @@ RUNS = {
 def test_losses_are_the_recorded_ones(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(tmp_path, *RUNS[name])
     losses, _ = train(config, monkeypatch)
-    per_step = losses[:: config.trainer.accumulate_grad_batches]
+    segments = config.trainer.accumulate_grad_batches
+    per_step = [sum(losses[i : i + segments]) for i in range(0, len(losses), segments)]
     lines = [f"{step} {loss:.4f}" for step, loss in enumerate(per_step)]
     file = GOLDEN / f"{name}.txt"
     if os.environ.get("TXL_RECORD"):

@@ -571,3 +571,23 @@ def test_absent_slots_do_not_act_as_zeros() -> None:
         state["layers.1.cache.filled"] += 8
         assert (losses(cached(tokens, state, None, targets)) - theirs).abs().max() > 1e-3
     assert MASKED == -1e30
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        ((12, 512, 8, 64, 2048, 204), 41_055_436),  # enwik8 base
+        ((24, 1024, 8, 128, 3072, 204), 277_231_820),  # enwik8 large
+        ((12, 512, 8, 64, 2048, 27), 40_964_635),  # text8 base
+        ((24, 1024, 8, 128, 3072, 27), 277_050_395),  # text8 large
+    ],
+)
+def test_parameter_counts_are_the_published_ones(size: tuple[int, ...], count: int) -> None:
+    names = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "vocab_size")
+    assert ModelConfig(**dict(zip(names, size, strict=True))).num_params() == count
+
+
+@pytest.mark.parametrize("keys", [{}, {"untie_r": True}, {"tie_weights": False}, {"pre_norm": True, "untie_r": True}])
+def test_parameters_are_counted_without_building(keys: dict[str, bool]) -> None:
+    model = make(**keys)
+    assert model.config.num_params() == sum(parameter.numel() for parameter in model.parameters())

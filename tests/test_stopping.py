@@ -7,35 +7,134 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.tiny import MODEL, RUN, write_corpus
 
+# runs txl and sends itself a signal when a hook of the progress bar's kind is reached for the nth time
+SENDER = """
+import os, signal, sys
+import lightning.pytorch as L
+from txl_lightning import cli
+from txl_lightning.training import stopping
+
+hook, number, sent, times = sys.argv[1], int(sys.argv[2]), getattr(signal, sys.argv[3]), int(sys.argv[4])
+original, count = getattr(stopping.GracefulStop, hook), 0
+
+def sending(self, trainer, *rest):
+    global count
+    count += 1
+    if count == number:
+        for _ in range(times):
+            os.kill(os.getpid(), sent)
+    return original(self, trainer, *rest)
+
+setattr(stopping.GracefulStop, hook, sending)
+sys.argv[1:] = sys.argv[5:]
+sys.exit(cli.main())
+"""
+
+
+def run(tmp_path: Path, when: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "sender.py").write_text(SENDER)
+    command = [sys.executable, "sender.py", *when, *arguments]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+
+
+def fit_arguments(tmp_path: Path, *overrides: str) -> list[str]:
+    write_corpus(tmp_path / "book.txt")
+    typed = {override.partition("=")[0] for override in overrides}
+    quick = [item for item in RUN if item.partition("=")[0] not in typed]
+    return ["fit", *MODEL, *quick, "data=text", "data.path=book.txt", "run_dir=run", "logger=none", *overrides]
+
+
+def saved_step(tmp_path: Path) -> int:
+    return int(torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"])
+
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR1", 75)])
-def test_a_signal_saves_and_ends_with_its_code(name: str, code: int, tmp_path: Path) -> None:
-    write_corpus(tmp_path / "book.txt")
-    quick = [item for item in RUN if "max_steps" not in item and "val_check" not in item]
-    arguments = ["fit", *MODEL, *quick, "trainer.max_steps=100000", "data=text", "data.path=book.txt", "run_dir=run"]
-    arguments += ["trainer.val_check_interval=10", "logger=csv"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "txl_lightning", *arguments],
+def test_a_signal_in_training_saves_and_ends_with_its_code(name: str, code: int, tmp_path: Path) -> None:
+    done = run(tmp_path, ["on_train_batch_end", "7", name, "1"], *fit_arguments(tmp_path))
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert saved_step(tmp_path) == 7
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["steps"], result["stopped_by"]) == (7, name)
+
+
+@pytest.mark.parametrize(
+    ("hook", "number", "overrides", "step"),
+    [
+        ("on_validation_batch_end", "1", ["trainer.num_sanity_val_steps=1"], None),  # the sanity check
+        ("on_validation_batch_end", "1", ["trainer.val_check_interval=4"], 4),
+        ("on_validation_batch_end", "1", ["trainer.val_check_interval=1000"], 20),  # the one after training
+    ],
+)
+def test_a_signal_in_validation_ends_it(
+    hook: str, number: str, overrides: list[str], step: int | None, tmp_path: Path
+) -> None:
+    done = run(tmp_path, [hook, number, "SIGTERM", "1"], *fit_arguments(tmp_path, *overrides))
+    assert done.returncode == 75, done.stderr
+    assert "Traceback" not in done.stderr
+    if step is not None:
+        assert saved_step(tmp_path) == step
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["stopped_by"] == "SIGTERM"
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
+    done = run(tmp_path, ["on_train_batch_end", "7", "SIGINT", "2"], *fit_arguments(tmp_path))
+    assert done.returncode == 130, done.stderr
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_an_interrupt_ends_a_sweep(tmp_path: Path) -> None:
+    arguments = fit_arguments(tmp_path, "seed=1,2", "run_dir=sweep")
+    done = run(tmp_path, ["on_train_batch_end", "3", "SIGINT", "1"], *arguments, "-m")
+    assert done.returncode == 130, done.stderr
+    assert [path.name for path in sorted((tmp_path / "sweep").iterdir()) if path.is_dir()] == ["0"]
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
+def test_a_signal_in_an_evaluation_ends_it_with_its_code(name: str, code: int, tmp_path: Path) -> None:
+    assert run(tmp_path, ["on_train_start", "99", "SIGINT", "1"], *fit_arguments(tmp_path)).returncode == 0
+    arguments = ["eval", "ckpt=run", "eval.segment_len=4", "out=found.json"]
+    done = run(tmp_path, ["on_test_batch_end", "2", name, "1"], *arguments)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "found.json").exists()
+
+
+@pytest.mark.distributed
+def test_one_failing_rank_does_not_make_the_others_wait(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(
+        "import os, sys\n"
+        "from txl_lightning import cli\n"
+        "from txl_lightning.training.module import TransformerXLModule\n"
+        "step = TransformerXLModule.training_step\n"
+        "def failing(self, batch, batch_idx):\n"
+        "    if batch_idx == 5 and self.global_rank == 1:\n"
+        "        raise RuntimeError('rank 1 broke')\n"
+        "    return step(self, batch, batch_idx)\n"
+        "TransformerXLModule.training_step = failing\n"
+        "sys.exit(cli.main())\n"
+    )
+    arguments = fit_arguments(tmp_path, "trainer.devices=2", "strategy=ddp", "strategy.timeout_s=20")
+    process: Any = subprocess.Popen(
+        [sys.executable, "fails.py", *arguments],
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
     )
-    deadline = time.time() + 120
-    while not (tmp_path / "run" / "checkpoints" / "best.ckpt").exists() and time.time() < deadline:
-        assert process.poll() is None, process.stderr.read().decode()  # type: ignore[union-attr]
-        time.sleep(0.2)
-    os.kill(process.pid, getattr(signal, name))
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code, errors.decode()
-    assert b"Traceback" not in errors
-    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert saved["global_step"] == result["steps"] > 0
+    try:
+        _, errors = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode not in (0, 2, 75, 130)
+    assert "rank 1 broke" in errors

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,13 @@ from tests.tiny import tiny_config, train
 from txl_lightning import TextDataModule, TransformerXLModule, load_checkpoint
 from txl_lightning.commands import fit as fit_command
 from txl_lightning.config import Config, ConfigError
+from txl_lightning.evaluation.cached import evaluate
 from txl_lightning.training.module import NonFiniteLoss
 from txl_lightning.training.optim import build_optimizer, lr_factor
+from txl_lightning.training.stopping import GracefulStop
 from txl_lightning.training.trainer import build_trainer
 
+ALL_CALLBACKS = "callbacks=[memory_monitor,text_samples,throughput]"
 DROPOUT = "model.dropout=0.1"  # consumes random numbers, so a stray draw anywhere shows
 
 
@@ -170,6 +176,133 @@ def test_loss_weighs_targets_not_lanes(tmp_path: Path) -> None:
     out = module.model(last.tokens_BT, module._fresh(4, "train"), last.segment, last.targets_BT)
     assert last.n_target == int(last.segment.length.sum())
     torch.testing.assert_close(loss, out.losses_BT.sum() / last.n_target)
+
+
+def test_accumulated_gradients_are_those_of_the_mean_over_all_targets(tmp_path: Path) -> None:
+    """Also in the last window of an epoch, which holds fewer segments and a short one."""
+    config = tiny_config(tmp_path, "trainer.accumulate_grad_batches=8", "memory=none")
+    module, data, seen = TransformerXLModule(config), TextDataModule(config), []
+
+    class Gradients(L.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            weights = {name: weight.detach().clone() for name, weight in pl_module.model.named_parameters()}
+            seen.append((weights, pl_module.model.softmax.bias.grad.clone()))
+
+    trainer = build_trainer(config, callbacks=[Gradients()])
+    trainer.fit(module, data)
+    segments = list(data.train_dataloader())
+    assert len(segments) % 8 and len(segments) < 8 * 20  # the epoch's last window is not full, and it was reached
+    for window, (weights, gradient) in enumerate(seen[: -(-len(segments) // 8)]):
+        module.model.load_state_dict(weights, strict=False)
+        module.zero_grad()
+        batches = segments[window * 8 : (window + 1) * 8]
+        losses = [
+            module.model(b.tokens_BT, module.model.init_state(4), b.segment, b.targets_BT).losses_BT for b in batches
+        ]
+        (sum(loss.sum() for loss in losses) / sum(b.n_target for b in batches)).backward()
+        torch.testing.assert_close(gradient, module.model.softmax.bias.grad)
+
+
+def test_an_epoch_border_with_accumulation_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for number, beside in enumerate(
+        [["trainer.val_check_interval=1.0"], ["trainer.val_check_interval=7", ALL_CALLBACKS]]
+    ):
+        (tmp_path / str(number)).mkdir()
+        overrides = [DROPOUT, "trainer.accumulate_grad_batches=4", "trainer.max_steps=20", *beside]
+        runs.append(train(tiny_config(tmp_path / str(number), *overrides), monkeypatch)[0])
+    assert runs[0] == runs[1]
+    assert len(runs[0]) > 57  # segments of an epoch
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_every_precision_trains_and_scores(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(
+        tmp_path, f"trainer.precision={precision}", "trainer.val_check_interval=10", "eval.segment_len=1"
+    )
+    losses, fitted = train(config, monkeypatch)
+    assert losses[-1] < losses[0] - 1
+    exact = evaluate(
+        replace(config, trainer=replace(config.trainer, precision="32-true")),
+        fitted.module.model.float(),
+        split="valid",
+    )
+    assert fitted.result["val"]["loss"] == pytest.approx(exact.scores["loss"], rel=0.02)
+
+
+def test_a_stop_inside_an_accumulation_window_waits_for_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, stop = tiny_config(tmp_path, "trainer.accumulate_grad_batches=4"), GracefulStop()
+
+    class Ask(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    build = fit_command.build_trainer
+    monkeypatch.setattr(
+        fit_command, "build_trainer", lambda *args, callbacks, **kw: build(*args, callbacks=[*callbacks, Ask()], **kw)
+    )
+    fitted = fit_command.fit(config, stop=stop)
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert stop.exit_code == 75 and fitted.result["stopped_by"] == "SIGTERM"
+    assert saved["global_step"] == 2
+    assert saved["txl_lightning"]["lanes"]["position"] == [0, 8]
+
+
+def test_a_failure_inside_a_window_saves_what_the_weights_belong_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path, "trainer.accumulate_grad_batches=4")
+    original, seen = TransformerXLModule.training_step, []
+
+    def failing(self: Any, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 8:
+            seen.append({key: value.clone() for key, value in self.lanes.current("train").items()})
+        if batch_idx == 10:
+            raise RuntimeError("something broke")
+        return original(self, batch, batch_idx)
+
+    monkeypatch.setattr(TransformerXLModule, "training_step", failing)
+    with pytest.raises(RuntimeError, match="something broke"):
+        fit_command.fit(config)
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    lanes = saved["txl_lightning"]["lanes"]
+    assert (saved["global_step"], lanes["position"]) == (2, [0, 8])
+    assert all(torch.equal(lanes["lanes"][key], seen[0][key]) for key in seen[0])
+
+
+def test_a_failing_observer_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(tmp_path, "trainer.val_check_interval=4")
+
+    class Fails(L.Callback):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.global_step == 8:
+                raise RuntimeError("no more ink")
+
+    build = fit_command.build_trainer
+    monkeypatch.setattr(
+        fit_command, "build_trainer", lambda *args, callbacks, **kw: build(*args, callbacks=[*callbacks, Fails()], **kw)
+    )
+    with pytest.raises(RuntimeError, match="no more ink"):
+        fit_command.fit(config)
+    assert torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 8
+
+
+def test_lightning_s_own_clipping_is_refused(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = L.Trainer(max_steps=20, gradient_clip_val=0.5, accelerator="cpu", **quiet)
+    with pytest.raises(
+        ConfigError, match=r"Trainer\.gradient_clip_val=0\.5: is not read; set optim\.clip=0\.5 instead"
+    ):
+        trainer.fit(TransformerXLModule(config), TextDataModule(config))
 
 
 def test_learning_rate_warms_up_and_follows_the_cosine(tmp_path: Path) -> None:

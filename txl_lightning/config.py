@@ -128,6 +128,15 @@ class ModelConfig(Section):
         if self.clamp_len == 0:
             raise self.refuse("clamp_len", "must be -1 or >= 1", "-1 turns clamping off")
 
+    def num_params(self) -> int:
+        """Parameters of the model without those of its memory, counted without building it."""
+        inner, pair = self.n_head * self.d_head, 2 * self.n_head * self.d_head
+        attention = 5 * self.d_model * inner  # queries, keys, values, distances, output
+        feed_forward = 2 * self.d_model * self.d_inner + self.d_inner + self.d_model
+        layer = attention + feed_forward + 4 * self.d_model  # two norms
+        tables = self.vocab_size * self.d_model * (1 if self.tie_weights else 2) + self.vocab_size
+        return tables + self.n_layer * layer + (self.n_layer * pair if self.untie_r else pair)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(Section):
@@ -301,6 +310,7 @@ class EvalOptions(Options):
 
     ckpt: str | None = key(None, "checkpoint file or run folder to evaluate (required)")
     split: str = key("test", "part of the corpus to score", choices=("train", "valid", "test"))
+    other_text: bool = key(False, "score although the text is not what the checkpoint was trained on")
     out: str | None = key(None, "also write the result to this JSON file")
 
 

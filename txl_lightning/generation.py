@@ -67,7 +67,7 @@ class SamplingRule:
 
     def choose(self, log_probs_V: Tensor, generator: torch.Generator) -> int:
         """One token."""
-        log_probs_V = log_probs_V.double().cpu()
+        log_probs_V = log_probs_V.cpu().double()  # in this order: mps has no float64
         if self.temperature == 0:
             return int(log_probs_V.argmax())
         probability = self.keep(log_probs_V / self.temperature).softmax(dim=-1)

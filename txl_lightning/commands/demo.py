@@ -42,15 +42,17 @@ def run(config: Config, options: Options) -> None:
     fit_command.show_result(fitted)
     run_dir = str(fitted.run_dir)
     without = replace(config, memory=replace(config.memory, mem_len=0))  # type: ignore[call-arg]
-    found = {"with memory": _score(config, run_dir), "without memory": _score(without, run_dir)}
+    with stop.listening():
+        found = {name: _score(c, run_dir, stop) for name, c in (("with memory", config), ("without memory", without))}
     _show(found)
     write_json(fitted.run_dir / "demo.json", {name: score.to_dict() for name, score in found.items()})
     _sample(config, run_dir)
     print(f"\ntrained at {fitted.result['tokens_per_second']:,.0f} tokens/s; curves: tensorboard --logdir {run_dir!r}")
 
 
-def _score(config: Config, run_dir: str) -> Evaluation:
-    return evaluate(config, load_checkpoint(run_dir, config), split="test", callbacks=progress_bar(config))
+def _score(config: Config, run_dir: str, stop: GracefulStop) -> Evaluation:
+    model = load_checkpoint(run_dir, config)
+    return evaluate(config, model, split="test", callbacks=[*progress_bar(config), stop])
 
 
 def _show(found: dict[str, Evaluation]) -> None:

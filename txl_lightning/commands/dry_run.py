@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from txl_lightning.config import Config, ConfigError
+from txl_lightning.data.lanes import LaneLayout
 from txl_lightning.data.store import survey
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.training.trainer import device_kind, resolve_precision
@@ -45,12 +46,12 @@ def needs(config: Config) -> Needs:
     """
     lanes = config.data.batch_size // (config.trainer.devices * config.trainer.num_nodes)
     precision = resolve_precision(config)
-    dtype = torch.bfloat16 if "bf16" in precision else torch.float32
+    dtype = {"16": torch.float16, "bf": torch.bfloat16}.get(precision[:2], torch.float32)
     with torch.device("meta"):
         model = TransformerXL(config)
     if precision == "bf16-true":
         model = model.to(torch.bfloat16)
-    state = model.init_state(lanes, dtype=dtype)
+    state = model.init_state(lanes, dtype=torch.bfloat16 if "bf16" in precision else torch.float32)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     found = Needs(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -116,10 +117,9 @@ def _saved_for_backward(
 
 
 def _steps_per_epoch(config: Config) -> int:
-    n_target = survey(config.data).require("train") - 1
-    lane = -(-n_target // config.data.batch_size)
-    segments = -(-lane // config.data.segment_len)
-    return max(1, segments // config.trainer.accumulate_grad_batches)
+    n_token, keys = survey(config.data).require("train"), config.data
+    layout = LaneLayout(n_token=n_token, lanes=keys.batch_size, used=keys.batch_size, segment_len=keys.segment_len)
+    return -(-layout.n_segment // config.trainer.accumulate_grad_batches)
 
 
 def _available(kind: str) -> int | None:

@@ -10,12 +10,17 @@ from rich.table import Table
 
 from txl_lightning import registry
 from txl_lightning.build import check_vocabulary
-from txl_lightning.checkpoints import load_checkpoint
-from txl_lightning.config import Config, EvalOptions
-from txl_lightning.data.store import survey
+from txl_lightning.checkpoints import load_checkpoint, read_checkpoint
+from txl_lightning.config import Config, ConfigError, EvalOptions
+from txl_lightning.data.store import Meta, survey
 from txl_lightning.evaluation.cached import Evaluation, evaluate
 from txl_lightning.training.run_folder import write_json
+from txl_lightning.training.stopping import GracefulStop
 from txl_lightning.training.trainer import check_devices
+
+
+READING = ("segment_len", "batch_size", "num_workers", "cache_dir")
+"""Keys of `data` that say how text is read, not which."""
 
 
 def check(config: Config, options: EvalOptions) -> None:
@@ -29,13 +34,32 @@ def check(config: Config, options: EvalOptions) -> None:
     found = survey(config.data, training=False)
     found.require(options.split)
     check_vocabulary(config, found)
+    if not options.other_text:
+        check_same_text(config, found, ckpt=options.ckpt)
+
+
+def check_same_text(config: Config, found: Meta, *, ckpt: str) -> None:
+    """Refuse text that changed since training: its test split may hold what was trained on. Raises ConfigError.
+
+    Other `data` keys than those of the training run say that other text is meant.
+    """
+    saved = read_checkpoint(ckpt)["txl_lightning"]
+    there = saved["data_fingerprint"]
+    asked = {name: value for name, value in config.data.to_dict().items() if name not in READING}
+    trained = {name: value for name, value in saved["config"]["data"].items() if name not in READING}
+    if there is not None and there != found.fingerprint and asked == trained:
+        rule = f"the text is not what the checkpoint was trained on, {there}"
+        cure = "restore the text (and for stdlib the Python) of the training run, or set other_text=true"
+        raise ConfigError("data.fingerprint", found.fingerprint, rule, cure)
 
 
 def run(config: Config, options: EvalOptions) -> None:
     """Evaluate, print the table, write the JSON if asked."""
     assert options.ckpt is not None
     model = load_checkpoint(options.ckpt, config)
-    found = evaluate(config, model, split=options.split, callbacks=progress_bar(config))
+    stop = GracefulStop()
+    with stop.listening():
+        found = evaluate(config, model, split=options.split, callbacks=[*progress_bar(config), stop])
     show(found)
     if options.out is not None:
         write_json(Path(options.out).expanduser(), found.to_dict())
@@ -59,5 +83,6 @@ def show(found: Evaluation) -> None:
     table.add_row("clamp_len", str(found.clamp_len))
     table.add_row("lanes", f"{found.n_lane} of {found.batch_size}")
     table.add_row("precision", found.precision)
+    table.add_row("text", found.data_fingerprint[:16])
     table.add_row("time", f"{found.seconds:.1f} s, {found.tokens_per_second:,.0f} tokens/s")
     Console().print(table)

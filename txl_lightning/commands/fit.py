@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from txl_lightning.training.checkpointing import checkpoint_callbacks, keep_if_b
 from txl_lightning.training.datamodule import TextDataModule
 from txl_lightning.training.module import TransformerXLModule
 from txl_lightning.training.run_folder import RESULT, refuse_used_folder, write_facts, write_json
-from txl_lightning.training.stopping import GracefulStop
+from txl_lightning.training.stopping import GracefulStop, Stopped
 from txl_lightning.training.trainer import build_loggers, build_trainer, check_devices
 
 
@@ -63,6 +64,7 @@ def run(config: Config, options: Options) -> None:
 
 def fit(config: Config, *, stop: GracefulStop | None = None) -> Fitted:
     """Train into `config.run_dir` and write `last`, `best` and `result.json`."""
+    stop = stop if stop is not None else GracefulStop()
     assert config.run_dir is not None, "the command line names the folder"
     run_dir = Path(config.run_dir)
     L.seed_everything(config.seed, workers=True, verbose=False)
@@ -71,13 +73,14 @@ def fit(config: Config, *, stop: GracefulStop | None = None) -> Fitted:
     trainer = build_trainer(config, callbacks=_callbacks(config, data, stop), loggers=build_loggers(config, run_dir))
     if trainer.is_global_zero:
         write_facts(run_dir, config, data.data.meta)
-    trainer.fit(module, datamodule=data)
-    trainer.save_checkpoint(run_dir / FOLDER / LAST)
-    stopped = stop is not None and stop.received is not None
-    if "valid" in data.data.splits and not stopped and module.validated_at != trainer.global_step:
-        trainer.validate(module, datamodule=data, verbose=False)
-        keep_if_best(trainer, loss=module.scores["val"]["loss"])
-    result = _result(module, data)
+    with stop.listening(), suppress(Stopped):  # a stop during validation: `last` is written already
+        trainer.fit(module, datamodule=data)
+        trainer.save_checkpoint(run_dir / FOLDER / LAST)
+        if "valid" in data.data.splits and stop.received is None and module.validated_at != trainer.global_step:
+            trainer.validate(module, datamodule=data, verbose=False)
+            module.validated_at = trainer.global_step
+            keep_if_best(trainer, loss=module.scores["val"]["loss"])
+    result = {**_result(module, data), "stopped_by": stop.name}
     if trainer.is_global_zero:
         write_json(run_dir / RESULT, result)
         _log_final(trainer, config, result)
@@ -98,19 +101,18 @@ def show_result(fitted: Fitted) -> None:
     Console().print(table)
 
 
-def _callbacks(config: Config, data: TextDataModule, stop: GracefulStop | None) -> list[L.Callback]:
+def _callbacks(config: Config, data: TextDataModule, stop: GracefulStop) -> list[L.Callback]:
     assert config.run_dir is not None
     chosen = [registry.callbacks.get(name).build(options) for name, options in config.callbacks.items()]
-    if stop is not None:
-        chosen.append(stop)
     has_valid = "valid" in data.data.splits
     every = config.trainer.save_every_steps
-    return chosen + checkpoint_callbacks(Path(config.run_dir), save_every_steps=every, has_valid=has_valid)
+    return [*chosen, stop] + checkpoint_callbacks(Path(config.run_dir), save_every_steps=every, has_valid=has_valid)
 
 
 def _result(module: TransformerXLModule, data: TextDataModule) -> dict[str, Any]:
     return {
         "steps": module.trainer.global_step,
+        "validated_at_step": module.validated_at if "val" in module.scores else None,
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "tokens": module.clock.tokens,
         "train_seconds": module.clock.seconds,

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from txl_lightning.checkpoints import BEST, FOLDER, LAST
+from txl_lightning.training.module import NonFiniteLoss
+from txl_lightning.training.stopping import Stopped, StoppedNow
 
 
 def checkpoint_callbacks(run_dir: Path, *, save_every_steps: int, has_valid: bool) -> list[L.Callback]:
@@ -48,11 +51,16 @@ def _one_file(folder: Path, name: str, **when: object) -> ModelCheckpoint:
 
 
 class SaveOnError(L.Callback):
-    """Writes `last` when training fails, so that nothing before the failing step is lost."""
+    """Writes `last` when training ends by an error or by a stop during validation, if it can be done safely.
+
+    With several ranks only if all of them fail together: one that fails alone would wait for the others.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if trainer.training and trainer.global_step > 0:
+        together = trainer.world_size == 1 or isinstance(exception, (NonFiniteLoss, Stopped))
+        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if fitting and together and trainer.global_step > 0 and not isinstance(exception, StoppedNow):
             trainer.save_checkpoint(self.path)

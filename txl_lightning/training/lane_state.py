@@ -38,8 +38,10 @@ class LaneState:
         self.model_resets = model_resets
         self.position: Position | None = None  # the next training segment to read; None before the first
         self._committed: dict[str, State] = {}
+        self._started: dict[str, State] = {}  # fresh states that were read and not yet proposed upon
         self._proposed: dict[str, tuple[State, Position]] = {}
         self._loaded: State | None = None  # all ranks' lanes from a checkpoint, until the first read
+        self._marked: tuple[State, Position | None] | None = None
 
     def read(self, stage: str, batch: Batch, init: Callable[[int], State]) -> State:
         """The state before this batch; `init(B)` makes that of B fresh lanes."""
@@ -49,7 +51,7 @@ class LaneState:
             self._loaded = None
         state = self._committed.get(stage)
         if state is None:
-            return init(lanes)
+            state = self._started[stage] = init(lanes)
         held = next(iter(state.values())).shape[0] if state else lanes
         assert held == lanes, f"{stage} has a state of {held} lanes and got a batch of {lanes}"
         if self.model_resets:
@@ -60,7 +62,7 @@ class LaneState:
     def propose(self, stage: str, state: State, batch: Batch) -> None:
         """The state after this batch, to become the current one at `commit`."""
         state = detach(state)
-        old = self._committed.get(stage)
+        old = self._committed.get(stage, self._started.pop(stage, None))
         if old is not None and not self.model_resets:
             state = {key: lane_where(batch.segment.length > 0, new, old[key]) for key, new in state.items()}
         self._proposed[stage] = (state, batch.position)
@@ -83,15 +85,26 @@ class LaneState:
             for stage in [stage for stage in kept if stage.startswith(prefix)]:
                 del kept[stage]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Training lanes of ALL ranks in global lane order, on the CPU, and the cursor. Every rank must call it."""
-        state = self._committed.get("train", {})
-        whole = {key: _gather(tensor) for key, tensor in state.items()}
-        return {"lanes": whole, "position": list(self.position) if self.position is not None else None}
+    def mark(self) -> None:
+        """Remember where training stands: the gradients of several segments are about to be summed for one step."""
+        self._marked = (self._committed.get("train", {}), self.position)
+
+    def state_dict(self, *, marked: bool = False) -> dict[str, Any]:
+        """Training lanes of ALL ranks in global lane order, on the CPU, and the cursor. Every rank must call it.
+
+        Args:
+            marked: as they were at the last `mark`, where the weights of the latest optimizer step belong to.
+        """
+        state, position = self._committed.get("train", {}), self.position
+        if marked and self._marked is not None:
+            state, position = self._marked
+        whole = self._loaded if self._loaded is not None else {key: _gather(tensor) for key, tensor in state.items()}
+        return {"lanes": whole, "position": list(position) if position is not None else None}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over what `state_dict` gave; each rank picks its lanes at its first read."""
         self._loaded = saved["lanes"] or None
+        self._marked = None
         self._committed.pop("train", None)
         self.position = Position(*saved["position"]) if saved["position"] is not None else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torchmetrics
@@ -18,9 +19,16 @@ class TokenLoss(torchmetrics.Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        wide = torch.float32 if torch.backends.mps.is_available() else torch.float64  # mps has no float64
-        self.add_state("nll", torch.zeros((), dtype=wide), dist_reduce_fx="sum")
+        self.wide = torch.float32 if torch.backends.mps.is_available() else torch.float64  # mps has no float64
+        self.add_state("nll", torch.zeros((), dtype=self.wide), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def _apply(self, *args: Any, **kwargs: Any) -> TokenLoss:
+        # precision=bf16-true casts the whole module; a sum in bfloat16 soon stops growing
+        super()._apply(*args, **kwargs)
+        self.nll = self.nll.to(self.wide)
+        self._defaults["nll"] = torch.zeros_like(self.nll)
+        return self
 
     def update(self, nll: Tensor, count: Tensor) -> None:
         """Add the summed loss of some targets and their number."""
@@ -38,5 +46,8 @@ def scores(loss: float, unit: str) -> dict[str, float]:
     Args:
         loss: nats per token.
         unit: what a token stands for: "byte", "char" or "word".
+
+    Returns:
+        loss, bits per unit, and ppl = exp(loss), which is given as e^700 where it would overflow.
     """
     return {"loss": loss, f"bits_per_{unit}": loss / math.log(2), "ppl": math.exp(min(loss, 700.0))}

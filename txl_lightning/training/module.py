@@ -48,23 +48,37 @@ class TransformerXLModule(L.LightningModule):
         self.scores: dict[str, dict[str, float]] = {}  # latest figures per stage, in full precision
         self.validated_at = -1  # optimizer step of the latest validation
         self._step_before = 0
+        self._unstepped = -1  # optimizer steps made when the latest segment was read
         self._reported: dict[str, Tensor] = {}  # what the latest training step's memory said
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         out = self._step("train", batch)
-        nll = out.losses_BT.sum()  # type: ignore[union-attr]
-        self._refuse_non_finite(out.losses_BT)  # type: ignore[arg-type]
+        assert out.losses_BT is not None
+        self._refuse_non_finite(out.losses_BT)
+        nll = out.losses_BT.sum()
         self.train_loss.update(nll.detach(), batch.segment.length.sum())
         self._reported = {**out.metrics, **{name: loss.detach() for name, loss in out.aux_losses.items()}}
-        # ddp averages gradients over ranks, whose lanes may hold different numbers of targets
-        loss = nll * (self.trainer.world_size / batch.n_target)
-        return loss + sum(out.aux_losses.values())
+        # the gradient of an optimizer step is that of the mean over all its targets, of all ranks and segments:
+        # ddp divides by the ranks, whose lanes may hold different numbers of targets, lightning by the segments
+        share = self.trainer.accumulate_grad_batches / self._targets_of_step(batch)
+        loss = nll * self.trainer.world_size * share
+        return loss + sum(out.aux_losses.values()) * batch.n_target * share
+
+    @property
+    def at_border(self) -> bool:
+        """Whether every segment that was read has entered an optimizer step."""
+        return self.trainer.global_step > self._unstepped
 
     def on_after_backward(self) -> None:
+        if self.at_border and self.trainer.accumulate_grad_batches > 1:
+            self.lanes.mark()
         self.lanes.commit("train")
+        self._unstepped = self.trainer.global_step
 
     def on_train_start(self) -> None:
         self.lanes.seek(self.trainer.train_dataloader)
+        if self.trainer.global_rank > 0:  # else lanes of different ranks would share their dropout masks
+            torch.manual_seed(torch.initial_seed() + self.trainer.global_rank)
         self.clock.start()
 
     def on_train_end(self) -> None:
@@ -127,6 +141,9 @@ class TransformerXLModule(L.LightningModule):
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip to `optim.clip` and log the norm before clipping."""
+        if gradient_clip_val is not None:
+            cure = f"set optim.clip={gradient_clip_val} instead"
+            raise ConfigError("Trainer.gradient_clip_val", gradient_clip_val, "is not read", cure)
         limit = self.config.optim.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
         self.log("optim/grad_norm", norm)
@@ -134,7 +151,7 @@ class TransformerXLModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["txl_lightning"] = {
             "config": self.config.to_dict(),
-            "lanes": self.lanes.state_dict(),
+            "lanes": self.lanes.state_dict(marked=not self.at_border),
             "data_fingerprint": self._fingerprint(),
         }
 
@@ -185,16 +202,28 @@ class TransformerXLModule(L.LightningModule):
         metric.reset()
         self.scores[stage] = scores(loss, self.config.data.unit)
         figures = {f"{stage}/{name}": value for name, value in self.scores[stage].items()}
+        figures["step"] = float(self.trainer.global_step)  # lightning's own count of it starts at 0
         self.log_dict(figures, sync_dist=stage != "train")  # the same on all ranks; lightning wants to be told
+
+    def _targets_of_step(self, batch: Batch) -> int:
+        """Targets of all the segments that the batch's optimizer step sums over."""
+        layout = getattr(self.trainer.train_dataloader, "layout", None)
+        segments = self.trainer.accumulate_grad_batches
+        if segments == 1 or layout is None:
+            return batch.n_target * segments
+        first = batch.position.segment // segments * segments
+        return sum(int(layout.lengths(segment).sum()) for segment in range(first, first + segments))
 
     def _refuse_non_finite(self, losses_BT: Tensor) -> None:
         bad_B = ~losses_BT.detach().isfinite().all(dim=1)
-        worst = self.trainer.strategy.reduce(bad_B.any().float(), reduce_op="sum")
-        if not worst:
+        anyone = self.trainer.strategy.reduce(bad_B.any().float(), reduce_op="sum")
+        if not anyone:
             return
-        lanes = self.trainer.global_rank * len(bad_B) + bad_B.nonzero().flatten()
+        everywhere: Any = self.all_gather(bad_B)  # (ranks, B) or (B,)
+        lanes = everywhere.flatten().nonzero().flatten().tolist()
+        step, lr = self.trainer.global_step, self.config.optim.lr
+        saved = "the weights before this step are saved" if step else "no step was made, so nothing is saved"
         raise NonFiniteLoss(
-            f"loss is not finite at step {self.trainer.global_step}, lanes {lanes.tolist()}: weights are as they were"
-            f" before this step; lower optim.lr={self.config.optim.lr}, raise optim.warmup_steps, lower optim.clip, or"
-            " use trainer.precision=32-true"
+            f"loss is not finite at step {step}, lanes {lanes}: {saved}; lower optim.lr={lr}, raise optim.warmup_steps,"
+            " lower optim.clip, or use trainer.precision=32-true"
         )
