@@ -53,6 +53,11 @@ def test_readme_commands_run_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "Once upon a time" in capsys.readouterr().out
 
 
+def test_nothing_is_left_to_fill_in() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        assert not re.search(r"TODO|TBD|XXX|[A-Z]+_[A-Z]+S\b", page.read_text()), page
+
+
 def test_readme_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path / "book.txt")
