@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.tiny import tiny_config
@@ -44,6 +45,8 @@ def test_tensorboard_has_every_curve_at_optimizer_steps(events: EventAccumulator
     text = events.Tensors(texts[0])[0].tensor_proto.string_val[0].decode()
     assert "⟶" in text
     assert any("hparams" in tag for tag in _plugins(tmp_path / "run"))
+    for place in (tmp_path / "run", tmp_path / "run" / "csv"):
+        assert yaml.safe_load((place / "hparams.yaml").read_text())["optim"]["lr"] == 3e-3
 
 
 def _plugins(run: Path) -> list[str]:

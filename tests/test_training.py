@@ -290,6 +290,19 @@ def test_a_failing_observer_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 8
 
 
+def test_a_second_fit_goes_on_where_the_first_ended(tmp_path: Path) -> None:
+    config, positions = tiny_config(tmp_path, "trainer.max_steps=6", "trainer.accumulate_grad_batches=2"), []
+
+    class Positions(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            positions.append((batch.position.segment, pl_module.at_border))
+
+    module = TransformerXLModule(config)
+    for _ in range(2):
+        build_trainer(config, callbacks=[Positions()]).fit(module, TextDataModule(config))
+    assert positions == [(segment, bool(segment % 2)) for segment in range(24)]
+
+
 def test_lightning_s_own_clipping_is_refused(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     quiet = {

@@ -23,75 +23,6 @@ Part = TypeVar("Part", bound="Section")
 __all__ = ["Config", "ConfigError", "Section", "key", "load"]
 
 
-def key(
-    default: Any,
-    help: str,
-    *,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    choices: Sequence[Any] | None = None,
-) -> Any:
-    """A dataclass field with its help text and its rule; `above` is an exclusive minimum."""
-    rules = {"minimum": minimum, "above": above, "maximum": maximum, "choices": choices}
-    metadata = {"help": help, **{name: rule for name, rule in rules.items() if rule is not None}}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: default.copy(), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A group of keys. Checks each key's rule; subclasses check what spans several keys in `check`."""
-
-    section: ClassVar[str] = ""
-
-    def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, list):
-                object.__setattr__(self, item.name, tuple(value))
-            self._check_rule(item, getattr(self, item.name))
-        self.check()
-
-    def check(self) -> None:
-        """Rules over several keys. Raises ConfigError."""
-
-    def refuse(self, name: str, rule: str, cure: str) -> ConfigError:
-        """The error for one of this section's keys."""
-        return ConfigError(f"{self.section}.{name}", getattr(self, name), rule, cure)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain containers, as YAML and checkpoints hold them."""
-        return {item.name: _plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
-
-    def _check_rule(self, item: dataclasses.Field[Any], value: Any) -> None:
-        rules = item.metadata
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float) and not math.isfinite(number):
-                raise self.refuse(item.name, "must be a finite number", f"the default is {item.default}")
-            if isinstance(number, bool) or not isinstance(number, (int, float)):
-                continue
-            if "minimum" in rules and number < rules["minimum"]:
-                raise self.refuse(item.name, f"must be >= {rules['minimum']}", rules["help"])
-            if "above" in rules and number <= rules["above"]:
-                raise self.refuse(item.name, f"must be > {rules['above']}", rules["help"])
-            if "maximum" in rules and number > rules["maximum"]:
-                raise self.refuse(item.name, f"must be <= {rules['maximum']}", rules["help"])
-        if "choices" in rules and value not in rules["choices"]:
-            raise self.refuse(item.name, "no such choice", suggest(str(value), map(str, rules["choices"])))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Section):
-        return value.to_dict()
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return value
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
     """The Transformer-XL itself."""
@@ -292,87 +223,6 @@ SECTIONS: dict[str, type[Section]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """Keys of one command beside those of the configuration; they have no dots."""
-
-    def refuse(self, name: str, rule: str, cure: str) -> ConfigError:
-        return ConfigError(name, getattr(self, name), rule, cure)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitOptions(Options):
-    """`txl fit` needs nothing beside the configuration."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalOptions(Options):
-    """`txl eval`."""
-
-    ckpt: str | None = key(None, "checkpoint file or run folder to evaluate (required)")
-    split: str = key("test", "part of the corpus to score", choices=("train", "valid", "test"))
-    other_text: bool = key(False, "score although the text is not what the checkpoint was trained on")
-    out: str | None = key(None, "also write the result to this JSON file")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateOptions(Options):
-    """`txl generate`."""
-
-    ckpt: str | None = key(None, "checkpoint file or run folder to sample from (required)")
-    prompt: str | None = key(None, "text to continue; - reads standard input")
-    prompt_file: str | None = key(None, "file with the text to continue")
-    tokens: int = key(300, "tokens to sample", minimum=1)
-    temperature: float = key(0.8, "divides the logits; 0: always the likeliest token", minimum=0)
-    top_k: int = key(0, "sample among this many likeliest tokens; 0: all", minimum=0)
-    top_p: float = key(1.0, "sample among the likeliest tokens that hold this much probability", above=0, maximum=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataOptions(Options):
-    """`txl data prepare|inspect`."""
-
-    action: str = key("inspect", "build the token files, or show what is in the corpus", choices=("prepare", "inspect"))
-    out: str | None = key(None, "also write what is shown to this JSON file")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategiesOptions(Options):
-    """`txl strategies`."""
-
-    out: str | None = key(None, "also write the table to this JSON file")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions(Options):
-    """`txl demo` needs nothing beside the configuration."""
-
-
-COMMANDS: dict[str, type[Options]] = {
-    "fit": FitOptions,
-    "eval": EvalOptions,
-    "generate": GenerateOptions,
-    "data": DataOptions,
-    "strategies": StrategiesOptions,
-    "demo": DemoOptions,
-}
-"""Every command of `txl` and its own keys."""
-
-FREE_TEXT = (
-    "prompt",
-    "prompt_file",
-    "ckpt",
-    "out",
-    "run_dir",
-    "data.path",
-    "data.train",
-    "data.valid",
-    "data.test",
-    "data.cache_dir",
-)
-"""Keys whose values are taken letter by letter: they may hold =, quotes, ~, spaces, or look like numbers."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class TopConfig(Options):
     """The keys of a run that belong to no group."""
 
@@ -456,42 +306,6 @@ def build_named(kind: str, values: Mapping[str, Any], *, path: str) -> Any:
     if "name" not in values:
         raise ConfigError(f"{path}.name", "null", f"a {kind} needs a name", suggest("", found.names()))
     return build_section(found.get(str(values["name"])).config, values, path=path)
-
-
-def build_section(schema: type[Part], values: Mapping[str, Any], *, path: str) -> Part:
-    """Typed and checked dataclass from plain values; `path` is the dotted key in messages."""
-    if not isinstance(values, Mapping):
-        raise ConfigError(path, values, "must be a group of keys", f"set {path}.KEY=VALUE")
-    dotted = f"{path}." if path else ""
-    known = [item.name for item in dataclasses.fields(schema)]
-    for name, value in values.items():
-        if name not in known:
-            raise ConfigError(f"{dotted}{name}", value, "no such key", suggest(str(name), known))
-    # OmegaConf checks types, but would find meanings in texts: ${...}, ???
-    as_they_are = {name: value for name, value in values.items() if _is_free(value, get_type_hints(schema)[name])}
-    rest = {name: value for name, value in values.items() if name not in as_they_are}
-    try:
-        typed: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(schema), rest))
-        return schema(**{name: _untyped(value) for name, value in {**typed, **as_they_are}.items()})
-    except OmegaConfBaseException as error:
-        name = str(error.full_key or path)
-        message = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{dotted}{name}", values.get(name), message, _type_cure(schema, name)) from error
-
-
-def _is_free(value: Any, hint: Any) -> bool:
-    return hint is Any or (isinstance(value, str) and (hint is str or str in get_args(hint)))
-
-
-def _untyped(value: Any) -> Any:
-    return tuple(_untyped(item) for item in value) if isinstance(value, list) else value
-
-
-def _type_cure(schema: type[Section], name: str) -> str:
-    for item in dataclasses.fields(schema):
-        if item.name == name:
-            return f"it takes {item.type}: {item.metadata.get('help', '')}"
-    return "see --help"
 
 
 def load(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> Config:

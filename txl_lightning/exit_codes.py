@@ -6,6 +6,12 @@ DONE = 0
 FAILED = 1
 REFUSED = 2
 REQUEUE = 75
-"""Stopped by SIGTERM or SIGUSR1 after saving: start it again."""
 INTERRUPTED = 130
-"""Ctrl-C after saving."""
+
+MEANINGS = {
+    DONE: "done",
+    FAILED: "failed while running",
+    REFUSED: "refused: one line says which key, why and what to do; nothing was written (TXL_DEBUG=1: traceback)",
+    REQUEUE: "stopped by SIGTERM or SIGUSR1 after saving: start it again",
+    INTERRUPTED: "interrupted with Ctrl-C after saving",
+}

@@ -73,6 +73,8 @@ def fit(config: Config, *, stop: GracefulStop | None = None) -> Fitted:
     trainer = build_trainer(config, callbacks=_callbacks(config, data, stop), loggers=build_loggers(config, run_dir))
     if trainer.is_global_zero:
         write_facts(run_dir, config, data.data.meta)
+    for logger in trainer.loggers:
+        logger.log_hyperparams(config.to_dict())
     with stop.listening(), suppress(Stopped):  # a stop during validation: `last` is written already
         trainer.fit(module, datamodule=data)
         trainer.save_checkpoint(run_dir / FOLDER / LAST)

@@ -77,6 +77,7 @@ class TransformerXLModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         self.lanes.seek(self.trainer.train_dataloader)
+        self._unstepped = -1
         if self.trainer.global_rank > 0:  # else lanes of different ranks would share their dropout masks
             torch.manual_seed(torch.initial_seed() + self.trainer.global_rank)
         self.clock.start()
@@ -86,6 +87,9 @@ class TransformerXLModule(L.LightningModule):
         if self.train_loss.update_called:  # steps since the last point of the curves
             self.scores["train"] = scores(float(self.train_loss.compute()), self.config.data.unit)
 
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self._step_before = self.trainer.global_step
+
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """Log the means since the last point. Runs on all ranks at the same steps: sums cross ranks here."""
         self.clock.tokens += batch.n_target
@@ -93,9 +97,6 @@ class TransformerXLModule(L.LightningModule):
             self._log_scores("train", self.train_loss)
             self.log("optim/lr", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
             self.log_dict({f"memory/{name}": value for name, value in self._reported.items()})
-
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        self._step_before = self.trainer.global_step
 
     def logs_now(self) -> bool:
         """Whether this batch ended an optimizer step at which curves get a point. For `on_train_batch_end` hooks."""
