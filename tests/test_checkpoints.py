@@ -6,16 +6,16 @@ import os
 import pickle
 from pathlib import Path
 
-import lightning.pytorch as L
 import pytest
 import torch
 
-from tests.tiny import tiny_config, write_corpus
+from tests.tiny import StopAt, tiny_config, write_corpus
 from txl_lightning import TextDataModule, TransformerXLModule, load_checkpoint
 from txl_lightning.checkpoints import read_config
 from txl_lightning.commands import evaluate
 from txl_lightning.commands import fit as fit_command
-from txl_lightning.config import Config, ConfigError, EvalOptions
+from txl_lightning.config import Config, ConfigError
+from txl_lightning.options import EvalOptions
 from txl_lightning.training.trainer import build_trainer
 
 
@@ -109,14 +109,6 @@ def test_changed_text_is_not_scored_unasked(run: Path, tmp_path: Path) -> None:
     check(other_text=True)
     write_corpus(tmp_path / "other.txt", seed=1)
     check(f"data.path={tmp_path / 'other.txt'}")  # other text was asked for
-
-
-class StopAt(L.Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
-        trainer.should_stop = trainer.global_step >= self.step
 
 
 def test_lightning_goes_on_exactly_where_it_stopped(tmp_path: Path) -> None:

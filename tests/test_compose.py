@@ -15,9 +15,11 @@ from hydra.core.global_hydra import GlobalHydra
 
 from txl_lightning import registry
 from txl_lightning.compose import compose, expand
-from txl_lightning.config import Config, ConfigError, GenerateOptions, MemoryConfig, build_section, key, load
+from txl_lightning.config import Config, ConfigError, MemoryConfig, build_section, key, load
+from txl_lightning.keys import names
 from txl_lightning.memory.base import MemoryPlan
-from txl_lightning.overrides import Typed, names, read, read_hydra, to_hydra
+from txl_lightning.options import EvalOptions, GenerateOptions
+from txl_lightning.overrides import Typed, read, read_hydra, to_hydra
 
 NASTY = [
     "a=b",
@@ -57,11 +59,12 @@ NASTY = [
 
 @pytest.mark.parametrize("text", NASTY)
 def test_free_text_is_taken_letter_by_letter(text: str) -> None:
-    typed = [f"prompt={text}", f"run_dir={text}", "data=text", f"data.train={text}"]
-    values = compose(typed, command="generate")
-    assert (values["prompt"], values["run_dir"], values["data"]["train"]) == (text, text, text)
+    values = compose([f"prompt={text}"], command="generate")
+    assert values["prompt"] == text
     own = {name: values.pop(name) for name in names(GenerateOptions)}
     assert build_section(GenerateOptions, own, path="").prompt == text
+    values = compose([f"run_dir={text}", "data=text", f"data.train={text}"])
+    assert (values["run_dir"], values["data"]["train"]) == (text, text)
     if text:
         assert Config.from_dict(values).data.train == text  # type: ignore[attr-defined]
 
@@ -222,7 +225,7 @@ def test_a_stored_configuration_changes_only_where_typed() -> None:
 
     def resume(*typed: str) -> Config:
         values = compose(typed, command="eval", stored=stored)
-        return Config.from_dict({name: value for name, value in values.items() if name not in ("ckpt", "split", "out")})
+        return Config.from_dict({name: value for name, value in values.items() if name not in names(EvalOptions)})
 
     assert resume().to_dict() == stored
     longer = resume("memory.mem_len=1600", "model.clamp_len=1000", "eval.segment_len=null").to_dict()

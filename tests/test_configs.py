@@ -12,8 +12,8 @@ import yaml
 from txl_lightning import registry
 from txl_lightning.choices import option_files
 from txl_lightning.config import Config, load
+from txl_lightning.keys import GROUPS, PLUGGED, SEVERAL
 from txl_lightning.model.transformer import TransformerXL
-from txl_lightning.overrides import GROUPS, PLUGGED, SEVERAL
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 OPTIONS = [(group, name) for group in GROUPS for name in option_files(group)]

@@ -367,20 +367,19 @@ def test_refusal_of_a_file_named_twice(tmp_path: Path) -> None:
         ),
         (
             {"train": "a", "ratios": [0.9, 0.05, 0.05]},
-            "data.ratios=(0.9, 0.05, 0.05): cannot go with data.train; they split data.path; leave them out",
+            "data.ratios=[0.9,0.05,0.05]: cannot go with data.train; they split data.path; leave them out",
         ),
         (
             {"path": "a", "ratios": [0.9, 0.05]},
-            "data.ratios=(0.9, 0.05): must be three numbers that sum to 1; for example data.ratios=[0.9,0.05,0.05]",
+            "data.ratios=[0.9,0.05]: must be three numbers that sum to 1; for example data.ratios=[0.9,0.05,0.05]",
         ),
         (
             {"path": "a", "ratios": [0.9, 0.2, 0.05]},
-            "data.ratios=(0.9, 0.2, 0.05): must be three numbers that sum to 1; "
-            "for example data.ratios=[0.9,0.05,0.05]",
+            "data.ratios=[0.9,0.2,0.05]: must be three numbers that sum to 1; for example data.ratios=[0.9,0.05,0.05]",
         ),
         (
             {"path": "a", "ratios": [1.2, -0.2, 0]},
-            "data.ratios=(1.2, -0.2, 0): must be <= 1; "
+            "data.ratios=[1.2,-0.2,0]: must be <= 1; "
             "shares of train, valid and test in data.path; null: [0.9,0.05,0.05]",
         ),
         (
@@ -389,7 +388,7 @@ def test_refusal_of_a_file_named_twice(tmp_path: Path) -> None:
         ),
         (
             {"path": "a", "ratios": [True, False, False]},
-            "data.ratios=(True, False, False): must be three numbers that sum to 1; "
+            "data.ratios=[true,false,false]: must be three numbers that sum to 1; "
             "for example data.ratios=[0.9,0.05,0.05]",
         ),
         (
@@ -398,7 +397,7 @@ def test_refusal_of_a_file_named_twice(tmp_path: Path) -> None:
         ),
         (
             {"path": []},
-            "data.path=(): must be a path or a list of paths; give a file, a folder, a glob or a list of them",
+            "data.path=[]: must be a path or a list of paths; give a file, a folder, a glob or a list of them",
         ),
         ({"test": " "}, "data.test= : a path is empty; give a file, a folder, a glob or a list of them"),
         ({"path": "a", "document": "lines"}, "data.document=lines: no such choice; did you mean line?"),

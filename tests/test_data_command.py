@@ -13,10 +13,11 @@ import yaml
 
 from txl_lightning import registry
 from txl_lightning.commands import data as command
-from txl_lightning.config import Config, DataOptions, build_named
+from txl_lightning.config import Config, build_named
 from txl_lightning.data.store import look
 from txl_lightning.data.text import TextConfig
 from txl_lightning.errors import ConfigError
+from txl_lightning.options import DataOptions
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "data"
 

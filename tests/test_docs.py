@@ -12,7 +12,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from tests.tiny import MODEL, RUN, write_corpus
+from tests.tiny import MODEL, RUN, StopAt, write_corpus
 from txl_lightning import cli, registry
 
 ROOT = Path(__file__).parents[1]
@@ -76,14 +76,6 @@ def test_scripts_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     trainer = script(name).main([*QUICK, "data=text", "data.path=book.txt", "trainer.max_steps=60"])
     assert trainer.global_step == 60
     assert torch.isfinite(trainer.callback_metrics["val/loss"])
-
-
-class StopAt(L.Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
-        trainer.should_stop = trainer.global_step >= self.step
 
 
 def test_the_lstm_has_lanes_resets_and_resume(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pickle
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from txl_lightning import TextDataModule
+from txl_lightning.config import load
 from txl_lightning.data.lanes import LaneLayout, LaneLoader, SegmentReader, used_lanes
 from txl_lightning.errors import ConfigError
 from txl_lightning.types import Batch, Position
@@ -200,17 +203,35 @@ def test_a_place_beyond_the_pass_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         data.load_state_dict({"position": [0, 4]})
     rule = "a pass has 3 segments, the checkpoint stands before segment 4"
-    assert str(caught.value) == f"segment_len=4: {rule}; go on with the settings of the checkpoint"
+    assert str(caught.value) == f"data.segment_len=4: {rule}; go on with the settings of the checkpoint"
 
 
 def test_lanes_that_cannot_be_filled_or_shared() -> None:
     with pytest.raises(ConfigError) as caught:
         loader(5, segment_len=2, lanes=5)
-    rule = "the data has 5 tokens, and 5 lanes need at least 6"
-    assert str(caught.value) == f"lanes=5: {rule}; use fewer, or give more text"
+    rule = "the text has 5 tokens, and 5 lanes need at least 6"
+    assert str(caught.value) == f"data.batch_size=5: {rule}; set data.batch_size to 4 or less, or give more text"
     with pytest.raises(ConfigError) as caught:
-        loader(50, segment_len=2, lanes=5, world_size=2)
-    assert str(caught.value) == "lanes=5: must divide into 2 ranks; change it or the ranks"
+        loader(50, segment_len=2, lanes=5, world_size=2, key="eval.batch_size")
+    assert str(caught.value) == "eval.batch_size=5: must divide into 2 ranks; set it to 4 or 6"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["data.batch_size=6", "eval.batch_size=3"], "eval.batch_size=3: must divide into 2 ranks; set it to 2 or 4"),
+        (["data.batch_size=3"], "data.batch_size=3: must divide into 2 ranks; set it to 2 or 4"),
+    ],
+)
+def test_the_setting_that_does_not_divide_is_named(keys: list[str], said: str, tmp_path: Path) -> None:
+    """A Trainer of one's own may have more ranks than the configuration says."""
+    (tmp_path / "a.txt").write_text("to read a text segment by segment " * 40)
+    data = TextDataModule(load(["data=text", f"data.path={tmp_path / 'a.txt'}", "data.segment_len=4", *keys]))
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    data.trainer = SimpleNamespace(global_rank=0, world_size=2, strategy=strategy)  # type: ignore[assignment]
+    with pytest.raises(ConfigError) as caught:
+        data.eval_dataloader("test")
+    assert str(caught.value) == said
 
 
 # being a good neighbour

@@ -13,6 +13,7 @@ from txl_lightning import registry
 from txl_lightning.config import ConfigError, ModelConfig
 from txl_lightning.memory.base import MemoryPlan, MemoryStrategy
 from txl_lightning.memory.cache import Cache, CacheConfig
+from txl_lightning.memory.mix import MixConfig
 from txl_lightning.testing import LAWS, LawBroken, check_memory
 
 # every registered strategy: arguments of check_memory
@@ -260,3 +261,28 @@ def test_two_reads_beside_attention_in_one_layer_are_refused() -> None:
     one, two = (throwaway.Infini(throwaway.InfiniConfig(), model) for _ in range(2))
     with pytest.raises(ValueError, match=r"^one and two both read beside attention in layer 0$"):
         MemoryPlan(layers=[{"one": one, "two": two}])
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (
+            [part("cache"), part("Compressive", rate=4)],
+            "memory.parts[1].rate=4: must divide data.segment_len=6; take a divisor",
+        ),
+        (
+            [part("Infini"), part("Recurrent", layers=[1])],
+            "memory.parts=[{name: throwaway_strategies:Infini},{name: throwaway_strategies:Recurrent, layers: [1]}]: "
+            "Infini and Recurrent both read beside attention in layer 1; give them different layers",
+        ),
+        (
+            [part("Tokens"), part("Tokens")],
+            "memory.parts=[{name: throwaway_strategies:Tokens},{name: throwaway_strategies:Tokens}]: "
+            "two parts add memory tokens to the input; keep one of them",
+        ),
+    ],
+)
+def test_a_mix_names_the_parts_at_fault(parts: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MixConfig(parts=parts).check_fit(ModelConfig(), segment_len=6)
+    assert str(caught.value) == said

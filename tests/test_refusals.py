@@ -103,7 +103,38 @@ IMPOSSIBLE_VALUES = [
     ("fit model.vocab_size=300", "model.vocab_size=300: the data has 257 symbols"),
     ("fit memory.mem_len=-1", "memory.mem_len=-1: must be >= 0; "),
     ("fit memory.layers=[9]", "memory.layers=[9]: the model has layers 0 to 3; "),
-    ("fit memory=mix memory.parts=[{name: cahce}]", "memory.name=cahce: no such memory; did you mean cache?"),
+    (
+        "fit memory=mix memory.parts=[{name: cahce}]",
+        "memory.parts[0].name=cahce: no such memory; did you mean cache?",
+    ),
+    (
+        "fit memory=mix memory.parts=[{name: cache, layers: [9]}]",
+        "memory.parts[0].layers=[9]: the model has layers 0 to 3; leave the others out",
+    ),
+    (
+        "fit memory=mix memory.parts=[{name: none}, {name: cache, layers: [1, 1]}]",
+        "memory.parts[1].layers=[1,1]: names a layer twice; name each layer once",
+    ),
+    (
+        "fit memory=mix memory.parts=[{name: cache, mem_len: -1}]",
+        "memory.parts[0].mem_len=-1: must be >= 0; ",
+    ),
+    (
+        "fit memory=mix memory.parts=[{name: cache, mem_len: true}]",
+        "memory.parts[0].mem_len=true: Value 'True' ",
+    ),
+    (
+        "fit memory=mix memory.parts=[{name: cache, mem_le: 3}]",
+        "memory.parts[0].mem_le=3: no such key; did you mean mem_len?",
+    ),
+    (
+        "fit memory=mix memory.parts=[{mem_len: 3}]",
+        "memory.parts[0].name=null: a memory needs a name; choose one of cache, mix, none",
+    ),
+    (
+        "fit memory=mix memory.parts=[{name: cache}, {name: cache, layers: [2]}]",
+        "memory.parts=[{name: cache}, {name: cache, layers: [2]}]: layer 2 has two memories called cache; give them ",
+    ),
     ("fit data.batch_size=0", "data.batch_size=0: must be >= 1; "),
     ("fit data=text data.path=missing.txt", "data.path=missing.txt: "),
     ("fit optim.lr=0", "optim.lr=0: must be > 0; "),
@@ -122,8 +153,17 @@ IMPOSSIBLE_VALUES = [
     ("fit run_dir=FILE/below", "run_dir=FILE/below: FILE is a file; name a folder"),
     ("fit run_dir=USED", "run_dir=USED: the folder holds a run already; "),
     ("data inspct", "action=inspct: no such choice; did you mean inspect?"),
-    ("strategies out=nowhere/table.json", "out=nowhere/table.json: there is no folder nowhere; "),
-    ("strategies out=USED", "out=USED: is a folder; name a file"),
+    ("strategies out=nowhere/table.json", "out=nowhere/table.json: its folder does not exist; make the folder first"),
+    ("strategies out=USED", "out=USED: is a folder; give a file in it"),
+    ("eval ckpt=CKPT out=USED", "out=USED: is a folder; give a file in it"),
+    (
+        "eval ckpt=CKPT out=nowhere/score.json",
+        "out=nowhere/score.json: its folder does not exist; make the folder first",
+    ),
+    ("data inspect out=FILE/facts.json", "out=FILE/facts.json: its folder does not exist; make the folder first"),
+    ("generate ckpt=CKPT prompt_file=nowhere", "prompt_file=nowhere: no such file; give a text file"),
+    ("generate ckpt=CKPT prompt_file=USED", "prompt_file=USED: no such file; give a text file"),
+    ("generate ckpt=CKPT prompt=", "prompt=: is empty; give at least one character to continue"),
     ("eval ckpt=CKPT split=tset", "split=tset: no such choice; did you mean test"),
     ("generate ckpt=CKPT prompt=a temperature=-1", "temperature=-1: must be >= 0; "),
     ("eval ckpt=missing", "ckpt=missing: no such file or folder; "),
@@ -148,6 +188,10 @@ CONTRADICTIONS = [
     ("fit trainer.devices=2", "strategy=auto: cannot run 2 ranks; set strategy=ddp or trainer.devices=1"),
     ("fit strategy=ddp trainer.devices=3", "data.batch_size=16: must divide into 3 ranks; set it to 15 or 18"),
     ("fit optim.lr=1e-4 optim.lr_min=1e-3", "optim.lr_min=1e-3: must be <= optim.lr=0.0001; "),
+    (
+        "fit strategy=ddp trainer.devices=2 eval.batch_size=7",
+        "eval.batch_size=7: must divide into 2 ranks; set it to 6 or 8",
+    ),
     ("demo memory=none", "memory=none: the demo compares with "),
     ("eval ckpt=CKPT experiment=default", "experiment=default: the checkpoint's own configuration is used; "),
     ("eval ckpt=CKPT memory=none memory.mem_len=64", "memory.mem_len=64: memory=none has no such key; "),
@@ -164,6 +208,40 @@ CONTRADICTIONS = [
     ("fit -m hydra/sweeper=elsewhere seed=interval(1,2)", "hydra/sweeper=elsewhere: "),
     ("fit -m memory=glob(x*)", "memory=glob(x*): stands for no value at all; "),
     ("fit -m seed=range(3,3)", "seed=range(3,3): stands for no value at all; "),
+]
+
+UNREAD = [
+    ("eval ckpt=x dry_run=true", "dry_run=true: txl eval does not read it; leave it out; txl fit reads it\n"),
+    ("eval ckpt=x run_dir=y", "run_dir=y: txl eval does not read it; leave it out; txl fit and txl demo read it\n"),
+    ("eval ckpt=x optim.lr=3", "optim.lr=3: txl eval does not read it; leave it out; txl fit and txl demo read it\n"),
+    ("eval ckpt=x optim=adam", "optim=adam: txl eval does not read it; "),
+    ("eval ckpt=x optim.rate=3", "optim.rate=3: no such key; txl eval reads no key of optim\n"),
+    ("eval ckpt=x trainer.max_steps=77", "trainer.max_steps=77: txl eval does not read it; "),
+    ("eval ckpt=x trainer.max_step=77", "trainer.max_step=77: no such key; did you mean trainer.max_steps"),
+    ("eval ckpt=x trainer=default", "trainer=default: txl eval does not read it; "),
+    (
+        "eval ckpt=x seed=3",
+        "seed=3: txl eval does not read it; leave it out; txl fit, txl generate and txl demo read it\n",
+    ),
+    ("eval ckpt=x logger=csv", "logger=csv: txl eval does not read it; "),
+    ("eval ckpt=x debug=fast", "debug=fast: txl eval does not read it; "),
+    ("eval ckpt=x model.dropout=0.1", "model.dropout=0.1: txl eval does not read it; "),
+    ("eval ckpt=x callbacks.text_samples.tokens=3", "callbacks.text_samples.tokens=3: txl eval does not read it; "),
+    ("eval ckpt=x -m seed=1,2", "seed=1,2: txl eval does not read it; "),
+    (
+        "generate ckpt=x prompt=a trainer.precision=32-true",
+        "trainer.precision=32-true: txl generate does not read it; ",
+    ),
+    ("generate ckpt=x prompt=a logger=csv", "logger=csv: txl generate does not read it; "),
+    ("generate ckpt=x prompt=a eval.segment_len=5", "eval.segment_len=5: txl generate does not read it; "),
+    ("generate ckpt=x prompt=a data=text", "data=text: txl generate does not read it; "),
+    ("generate ckpt=x prompt=a experiment=default", "experiment=default: the checkpoint's own configuration is used; "),
+    ("strategies optim.lr=3", "optim.lr=3: txl strategies does not read it; "),
+    ("strategies data.segment_len=3", "data.segment_len=3: txl strategies does not read it; "),
+    ("data model.n_layer=2", "model.n_layer=2: txl data does not read it; "),
+    ("data prepare memory.mem_len=2", "memory.mem_len=2: txl data does not read it; "),
+    ("data inspect data.batch_size=2", "data.batch_size=2: txl data does not read it; "),
+    ("demo dry_run=true", "dry_run=true: txl demo does not read it; leave it out; txl fit reads it\n"),
 ]
 
 FORMS = [
@@ -201,10 +279,10 @@ FORMS = [
     ("--shell-completion install=csh", "--shell-completion=: No completion plugin for 'csh' found"),
     ("eval", "ckpt=: is missing; give ckpt=PATH"),
     ("generate prompt=a", "ckpt=: is missing; give ckpt=PATH"),
-    ("generate ckpt=CKPT", "prompt=None: is required; "),
+    ("generate ckpt=CKPT", "prompt=: is missing; give prompt=TEXT, prompt=- for standard input, or prompt_file=PATH"),
 ]
 
-CASES = MISSPELT_KEYS + MISSPELT_OPTIONS + WRONG_TYPES + IMPOSSIBLE_VALUES + CONTRADICTIONS + FORMS
+CASES = MISSPELT_KEYS + MISSPELT_OPTIONS + WRONG_TYPES + IMPOSSIBLE_VALUES + CONTRADICTIONS + UNREAD + FORMS
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +322,7 @@ def arguments(line: str, checkpoint: Path) -> list[str]:
     """Words of a line; a list or group in brackets is one word."""
     words: list[str] = []
     for word in line.replace("CKPT", str(checkpoint)).split():
-        if words and words[-1].count("{") > words[-1].count("}"):
+        if words and any(words[-1].count(left) > words[-1].count(right) for left, right in ("{}", "[]")):
             words[-1] += f" {word}"
         else:
             words.append(word)

@@ -66,6 +66,16 @@ class Losses(L.Callback):
         self.values.append(outputs["loss"].item())  # a segment's share of its step: they add up to the mean
 
 
+class StopAt(L.Callback):
+    """Ends training after an optimizer step, as an interruption would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        trainer.should_stop = trainer.global_step >= self.step
+
+
 def train(config: Config, monkeypatch: Any) -> tuple[list[float], fit_command.Fitted]:
     """Run `txl fit`'s own code and watch its losses."""
     seen, build = Losses(), fit_command.build_trainer

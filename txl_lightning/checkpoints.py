@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def checkpoint_file(path: str) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    given = Path(path).expanduser()
+    given = Path(os.path.expanduser(path))
     if given.is_file():
         return given
     for candidate in (given / FOLDER / LAST, given / LAST):

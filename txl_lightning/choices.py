@@ -9,17 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from txl_lightning.errors import ConfigError, suggest
-from txl_lightning.overrides import (
-    GROUPS,
-    PLUGGED,
-    SEVERAL,
-    Typed,
-    check_value,
-    chosen,
-    names,
-    plugged_keys,
-    takes_list,
-)
+from txl_lightning.keys import GROUPS, PLUGGED, SEVERAL, names, plugged_keys, takes_list
+from txl_lightning.overrides import Typed, check_value, chosen
 
 CONFIG_PACKAGE = "txl_lightning.configs"
 
@@ -36,7 +27,7 @@ def names_to_options(typed: Sequence[Typed]) -> list[Typed]:
     return found
 
 
-def check_values(typed: Sequence[Typed], *, config_dir: str | None, stored: Mapping[str, Any] | None) -> None:
+def check_values(typed: Sequence[Typed], *, config_dir: str | None) -> None:
     """Refuse options that do not exist and values that cannot be what is meant."""
     for item in typed:
         if item.is_sweep:
@@ -45,9 +36,6 @@ def check_values(typed: Sequence[Typed], *, config_dir: str | None, stored: Mapp
         check_value(item)
         if item.is_group:
             _check_option(item, config_dir=config_dir)
-    for item in typed:
-        if item.key == "experiment" and stored is not None:
-            raise item.refuse("the checkpoint's own configuration is used", "leave it out and set single keys")
 
 
 def _check_option(item: Typed, *, config_dir: str | None) -> None:

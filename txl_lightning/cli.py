@@ -11,97 +11,16 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from txl_lightning.config import COMMANDS
+from txl_lightning.arguments import Arguments, take_apart
 from txl_lightning.errors import ConfigError, suggest
+from txl_lightning.exit_codes import DONE, FAILED, INTERRUPTED
+from txl_lightning.options import COMMANDS
 
 if TYPE_CHECKING:
     from txl_lightning.config import Config, Options
     from txl_lightning.jobs import Request
-
-FLAGS = {
-    "--multirun": "-m",
-    "--cfg": "-c",
-    "--package": "-p",
-    "--resolve": "",
-    "--config-dir": "-cd",
-    "--info": "-i",
-    "--shell-completion": "-sc",
-    "--help": "-h",
-    "--version": "",
-}
-"""Flags and their short forms."""
-
-VALUES: dict[str, tuple[str, ...]] = {
-    "--cfg": ("job", "hydra", "all"),
-    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
-    "--package": (),
-    "--config-dir": (),
-}
-"""Flags that take a value, and the values there are if not any will do."""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The command line, taken apart."""
-
-    flags: Mapping[str, str]  # long name -> value, empty where it takes none
-    words: tuple[str, ...]  # the command and what follows it
-
-    @property
-    def command(self) -> str:
-        """Raises ConfigError: there is none, or none of that name."""
-        name = self.words[0] if self.words else ""
-        if "=" in name or not name:
-            cure = f"write txl fit {name}" if name else f"choose one of {', '.join(COMMANDS)}; txl --help explains them"
-            raise ConfigError("command", "", "is missing", cure)
-        if name not in COMMANDS:
-            raise ConfigError("command", name, "no such command", suggest(name, COMMANDS))
-        return name
-
-    @property
-    def overrides(self) -> list[str]:
-        """Everything after the command; `prepare` and `inspect` are the key `action` of `txl data`."""
-        rest = list(self.words[1:])
-        if self.command == "data" and rest and "=" not in rest[0]:
-            rest[0] = f"action={rest[0]}"
-        return rest
-
-
-def take_apart(argv: Sequence[str]) -> Arguments:
-    """Flags and words of a command line. Raises ConfigError for a flag that does not exist or lacks its value."""
-    flags: dict[str, str] = {}
-    words: list[str] = []
-    rest = list(argv)
-    while rest:
-        arg = rest.pop(0)
-        if not arg.startswith("-"):
-            words.append(arg)
-            continue
-        written, equals, value = arg.partition("=")
-        name = {short: long for long, short in FLAGS.items() if short}.get(written, written)
-        if name not in FLAGS:
-            cure = suggest(written, FLAGS)
-            known = cure.startswith("did you mean")
-            raise ConfigError(
-                "flag", written, "no such flag", cure if known else "keys are set as KEY=VALUE, without -"
-            )
-        if name in VALUES and not equals:
-            value = _value(name, rest)
-        if (equals and name not in VALUES) or (VALUES.get(name) and value not in VALUES[name]):
-            raise ConfigError(written, value, "no such value", f"it takes {', '.join(VALUES.get(name, ())) or 'none'}")
-        flags[name] = value
-    return Arguments(flags=flags, words=tuple(words))
-
-
-def _value(name: str, rest: list[str]) -> str:
-    if name == "--info":
-        return rest.pop(0) if rest and rest[0] in VALUES[name] else "all"
-    if not rest or rest[0].startswith("-"):
-        raise ConfigError(name, "", "needs a value", f"for example {name} {(VALUES[name] or ('PATH',))[0]}")
-    return rest.pop(0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return refuse(error)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except Exception:
         traceback.print_exc()
-        return 1
+        return FAILED
 
 
 def _dispatch(arguments: Arguments) -> int:
@@ -129,7 +48,7 @@ def _dispatch(arguments: Arguments) -> int:
         from txl_lightning.help import show_versions
 
         show_versions()
-        return 0
+        return DONE
     if "--shell-completion" in flags:
         return _complete(arguments)
     config_dir = flags.get("--config-dir")
@@ -141,7 +60,7 @@ def _dispatch(arguments: Arguments) -> int:
         from txl_lightning.help import show_command_help, show_help
 
         show_command_help(arguments.command, config_dir) if arguments.words else show_help(config_dir)
-        return 0
+        return DONE
     return _execute(arguments, config_dir)
 
 
@@ -161,7 +80,7 @@ def _execute(arguments: Arguments, config_dir: str | None) -> int:
 
 def _check_and_run(request: Request, flags: Mapping[str, str]) -> int:
     from txl_lightning.jobs import check_all, command_module, launch
-    from txl_lightning.process import is_first_rank
+    from txl_lightning.ranks import is_first_rank
 
     shown = "--cfg" in flags or "--info" in flags
 
@@ -197,7 +116,7 @@ def _show_job(values: Mapping[str, Any], package: str | None) -> int:
             raise ConfigError("--package", package, "no such part of the configuration", suggest(name, known))
         part = part[name]
     print(yaml.safe_dump(part, sort_keys=False, allow_unicode=True).removesuffix("...\n"), end="")
-    return 0
+    return DONE
 
 
 def _show_hydra(request: Request, flags: Mapping[str, str], stored: Mapping[str, Any] | None) -> int:
@@ -223,9 +142,9 @@ def _complete(arguments: Arguments) -> int:
         words = line.split()
         if len(words) < 2 or (len(words) == 2 and not line.endswith(" ")):
             print(" ".join(name for name in COMMANDS if name.startswith("".join(words[1:]))))
-            return 0
+            return DONE
         if words[1] not in COMMANDS:
-            return 0
+            return DONE
         command = words[1]
         os.environ["COMP_LINE"] = line.replace(f" {command}", "", 1)
     try:

@@ -36,21 +36,11 @@ from txl_lightning.choices import (
     check_values,
     names_to_options,
 )
-from txl_lightning.config import COMMANDS, FREE_TEXT, SECTIONS, Config
+from txl_lightning.config import SECTIONS, TOP_KEYS, Config
 from txl_lightning.errors import ConfigError
-from txl_lightning.overrides import (
-    GROUPS,
-    PLUGGED,
-    Typed,
-    chosen,
-    escape,
-    names,
-    own_keys,
-    read,
-    read_hydra,
-    split_list,
-    to_hydra,
-)
+from txl_lightning.keys import GROUPS, PLUGGED, names
+from txl_lightning.options import COMMANDS, FREE_TEXT
+from txl_lightning.overrides import Typed, chosen, escape, read, read_hydra, split_list, to_hydra
 
 HYDRA_VERSION_BASE = "1.3"
 MAIN = "config"
@@ -89,7 +79,7 @@ def compose_job(
 ) -> dict[str, Any]:
     """`compose` for overrides that were read already: one job, no sweep."""
     typed = names_to_options(typed)
-    check_values(typed, config_dir=config_dir, stored=stored)
+    check_values(typed, config_dir=config_dir)
     with _hydra_lock, registered(typed, command=command, config_dir=config_dir, stored=stored):
         free = [item for item in typed if item.head not in PLUGGED or item.is_group]
         if len(free) < len(typed):
@@ -174,10 +164,11 @@ def _without_yaml(typed: Sequence[Typed], loader: ConfigLoaderImpl) -> Iterator[
 
 
 def schema_defaults(command: str) -> dict[str, Any]:
-    """Every key a command knows whatever is chosen, with its default."""
-    top = {item.name: item.default for item in dataclasses.fields(Config) if item.name in own_keys(command)}
+    """Every key of the configuration and of a command that is there whatever is chosen, with its default."""
+    known = set(TOP_KEYS) - set(GROUPS)
+    top = {item.name: item.default for item in dataclasses.fields(Config) if item.name in known}
     sections = {name: schema().to_dict() for name, schema in SECTIONS.items()}
-    return {**top, **COMMANDS[command]().to_dict(), **sections, "callbacks": {}}
+    return {**top, **COMMANDS[command].options().to_dict(), **sections, "callbacks": {}}
 
 
 def _escaped(value: Any) -> Any:

@@ -1,26 +1,22 @@
 """The configuration: frozen dataclasses are the schema and the truth; YAML and Hydra only fill them.
 
-Every key is declared once, with its default, its rule and its help text. Memory strategies, corpora and callbacks
-declare their own keys beside their code and are found through the registries.
+Memory strategies, corpora and callbacks declare their own keys beside their code and are found through the registries.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import Any, ClassVar
 
 from txl_lightning import registry
-from txl_lightning.errors import ConfigError, suggest
+from txl_lightning.errors import ConfigError, keys_renamed, suggest
+from txl_lightning.options import Options
+from txl_lightning.ranks import check_lanes
+from txl_lightning.section import Section, build_section, key
 
-Part = TypeVar("Part", bound="Section")
-
-__all__ = ["Config", "ConfigError", "Section", "key", "load"]
+__all__ = ["Config", "ConfigError", "Options", "Section", "build_named", "build_section", "key", "load"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +88,7 @@ class LayerMemoryConfig(MemoryConfig):
         if wanted == "all":
             return
         if not isinstance(wanted, tuple) or not all(type(i) is int and i >= 0 for i in wanted):
-            raise self.refuse("layers", "must be all or a list of indices >= 0", "for example memory.layers=[0,2]")
+            raise self.refuse("layers", "must be all or a list of indices >= 0", "for example [0,2]")
         if len(set(wanted)) != len(wanted):
             raise self.refuse("layers", "names a layer twice", "name each layer once")
 
@@ -137,7 +133,7 @@ class OptimConfig(Section):
     schedule: str = key(
         "cosine", "after the warm-up: fall to lr_min along a cosine, or stay", choices=("cosine", "constant")
     )
-    lr_min: float = key(0.0, "learning rate at the last step of the cosine", minimum=0)
+    lr_min: float = key(0.0, "what the cosine falls to, reached right after the last step", minimum=0)
     clip: float = key(0.25, "largest gradient norm; 0: off", minimum=0)
 
     def check(self) -> None:
@@ -167,7 +163,9 @@ class TrainerConfig(Section):
     )
     log_every_n_steps: int = key(10, "optimizer steps between two points of the curves", minimum=1)
     num_sanity_val_steps: int = key(1, "validation batches tried before training; 0: none", minimum=0)
-    accumulate_grad_batches: int = key(1, "segments in time whose gradients are summed before one step", minimum=1)
+    accumulate_grad_batches: int = key(
+        1, "segments in time before one step; its gradient is the mean over all their targets", minimum=1
+    )
     save_every_steps: int = key(
         0, "optimizer steps between two writes of the checkpoint `last`; 0: only at the end", minimum=0
     )
@@ -254,15 +252,18 @@ class Config(TopConfig):
         world = self.trainer.devices * self.trainer.num_nodes
         if world > 1 and self.strategy.name == "auto":
             raise ConfigError("strategy", "auto", f"cannot run {world} ranks", "set strategy=ddp or trainer.devices=1")
-        for name, lanes in (("data.batch_size", self.data.batch_size), ("eval.batch_size", self.eval_batch_size)):
-            if lanes % world:
-                near = " or ".join(str(n) for n in (lanes // world * world, (lanes // world + 1) * world) if n)
-                raise ConfigError(name, lanes, f"must divide into {world} ranks", f"set it to {near}")
+        check_lanes(self.data.batch_size, ranks=world, key="data.batch_size")
+        check_lanes(self.eval_batch_size, ranks=world, key=self.eval_batch_key)
 
     @property
     def eval_batch_size(self) -> int:
         """Lanes of validation and evaluation."""
         return self.eval.batch_size or self.data.batch_size
+
+    @property
+    def eval_batch_key(self) -> str:
+        """The setting that `eval_batch_size` comes from."""
+        return "data.batch_size" if self.eval.batch_size is None else "eval.batch_size"
 
     @property
     def eval_segment_len(self) -> int:
@@ -304,8 +305,10 @@ def build_named(kind: str, values: Mapping[str, Any], *, path: str) -> Any:
     """The config dataclass of a memory strategy or corpus, chosen by `name` among the values."""
     found: registry.Registry[Any] = {"memory": registry.memories, "data": registry.corpora}[kind]
     if "name" not in values:
-        raise ConfigError(f"{path}.name", "null", f"a {kind} needs a name", suggest("", found.names()))
-    return build_section(found.get(str(values["name"])).config, values, path=path)
+        raise ConfigError(f"{path}.name", None, f"a {kind} needs a name", suggest("", found.names()))
+    with keys_renamed(kind, to=path):
+        schema = found.get(str(values["name"])).config
+    return build_section(schema, values, path=path)
 
 
 def load(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> Config:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 DONE = 0
 FAILED = 1
 REFUSED = 2
@@ -15,3 +17,9 @@ MEANINGS = {
     REQUEUE: "stopped by SIGTERM or SIGUSR1 after saving: start it again",
     INTERRUPTED: "interrupted with Ctrl-C after saving",
 }
+
+
+def worst(codes: Sequence[int]) -> int:
+    """The exit code of several jobs: failing while running is worse than being refused, being stopped beats both."""
+    order = (DONE, REFUSED, FAILED)
+    return max(codes, key=lambda code: order.index(code) if code in order else len(order), default=DONE)

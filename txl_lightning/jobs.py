@@ -28,25 +28,22 @@ from omegaconf.errors import OmegaConfBaseException
 
 from txl_lightning.choices import CONFIG_PACKAGE, names_to_options
 from txl_lightning.compose import HYDRA_VERSION_BASE, MAIN, STORED, compose_job, expand, registered, translate
-from txl_lightning.config import COMMANDS, Config, Options, build_section
+from txl_lightning.config import Config, Options, build_section
 from txl_lightning.errors import ConfigError
-from txl_lightning.overrides import Typed, names, quote, read_hydra, to_hydra
+from txl_lightning.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, REQUEUE, worst
+from txl_lightning.keys import names
+from txl_lightning.options import COMMANDS
+from txl_lightning.overrides import Typed, quote, read_hydra, to_hydra
 from txl_lightning.process import (
     first_rank_prints,
     fresh_hydra,
-    is_first_rank,
     leave_process_group,
     own_environment,
+    printable,
     quiet_lightning,
-    ranks_started,
     replaced_argv,
 )
-
-DONE, FAILED, REFUSED, REQUEUE, INTERRUPTED = 0, 1, 2, 75, 130
-"""Exit codes."""
-
-RUN_FOLDER = ("fit", "demo")
-"""Commands that write into a run folder."""
+from txl_lightning.ranks import is_first_rank, ranks_started
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,9 +62,14 @@ def command_module(command: str) -> ModuleType:
     return importlib.import_module(f"txl_lightning.commands.{name}")
 
 
+def has_run_folder(command: str) -> bool:
+    """Whether it writes into a run folder."""
+    return COMMANDS[command].reads("run_dir")
+
+
 def stored_config(command: str, typed: Sequence[Typed]) -> Mapping[str, Any] | None:
     """The configuration of the checkpoint that the command starts from; None if it takes none."""
-    if "ckpt" not in names(COMMANDS[command]):
+    if "ckpt" not in names(COMMANDS[command].options):
         return None
     given = [item.text for item in typed if item.key == "ckpt"]
     if not given:
@@ -87,8 +89,9 @@ def build(
 ) -> tuple[Config, Options]:
     """The typed configuration of one job. Raises ConfigError."""
     values = compose_job(typed, config_dir=config_dir, command=command, stored=stored)
-    own = {name: values.pop(name) for name in names(COMMANDS[command])}
-    return Config.from_dict(values), build_section(COMMANDS[command], own, path="")
+    schema = COMMANDS[command].options
+    own = {name: values.pop(name) for name in names(schema)}
+    return Config.from_dict(values), build_section(schema, own, path="")
 
 
 def check_all(
@@ -126,7 +129,7 @@ def _check_common_folder(config: Config, request: Request) -> None:
     """Ranks that lightning does not start itself cannot agree on a folder that is named after the time."""
     ranks = config.trainer.devices * config.trainer.num_nodes
     apart = ranks > 1 and max(ranks_started(), config.trainer.num_nodes) > 1
-    if request.command not in RUN_FOLDER or config.dry_run or not apart:
+    if not has_run_folder(request.command) or config.dry_run or not apart:
         return
     if config.run_dir is None:
         raise ConfigError("run_dir", "null", "ranks that are started one by one need one folder", "set run_dir=PATH")
@@ -187,12 +190,6 @@ class JobFailed(Exception):
 _codes: dict[int, list[int]] = {}  # process that started Hydra -> exit codes of the jobs that ran in it
 
 
-def worst(codes: Sequence[int]) -> int:
-    """The exit code of several jobs: failing while running is worse than being refused."""
-    order = (DONE, REFUSED, FAILED)
-    return max(codes, key=lambda code: order.index(code) if code in order else len(order), default=DONE)
-
-
 def job(hydra_config: DictConfig) -> int:
     """What Hydra calls for each job. It composes anew what the checks composed, so that what was checked runs."""
     settings: Any = HydraConfig.get()
@@ -203,7 +200,7 @@ def job(hydra_config: DictConfig) -> int:
     folder = str(settings.run.dir)  # runtime.output_dir would take ${ in a name for an interpolation
     if settings.mode == RunMode.MULTIRUN:
         folder = os.path.join(settings.sweep.dir, str(settings.sweep.subdir))
-        print(f"[{settings.job.num}] {' '.join(map(str, typed))}", flush=True)
+        print(printable(f"[{settings.job.num}] {' '.join(map(str, typed))}"), flush=True)
     HydraConfig.instance().cfg = None  # lightning would relaunch ranks with Hydra's own arguments
     request = Request(command=command, typed=tuple(typed), config_dir=folders[0] if folders else None)
     code = run_job(request, folder=folder)
@@ -254,7 +251,7 @@ def as_typed(error: ConfigError, typed: Sequence[Typed]) -> ConfigError:
 
 
 def _run_dir(config: Config, *, command: str, folder: str) -> str | None:
-    if command not in RUN_FOLDER:
+    if not has_run_folder(command):
         return config.run_dir
     if config.dry_run or not is_first_rank():
         return None if config.run_dir is None else os.path.abspath(os.path.expanduser(config.run_dir))
@@ -263,10 +260,10 @@ def _run_dir(config: Config, *, command: str, folder: str) -> str | None:
 
 def _folder(request: Request, jobs: Sequence[Config], stack: ExitStack) -> tuple[str, bool]:
     """Where Hydra puts the jobs, and whether that folder was made for it."""
-    if request.command not in RUN_FOLDER or all(config.dry_run for config in jobs) or not is_first_rank():
+    if not has_run_folder(request.command) or all(config.dry_run for config in jobs) or not is_first_rank():
         return (stack.enter_context(tempfile.TemporaryDirectory()) if request.multirun else "."), False
     if jobs[0].run_dir is not None:
-        path = Path(jobs[0].run_dir).expanduser()
+        path = Path(os.path.expanduser(jobs[0].run_dir))
         return str(path), _make(path)
     experiments = {config.experiment for config in jobs}
     prefix = "multirun_" if request.multirun else ""
@@ -298,5 +295,6 @@ def _relaunchable(request: Request, *, run_dir: str | None) -> Iterator[None]:
     """While this lasts sys.argv starts this very job in the same folder: lightning runs it for each rank."""
     where = ["--config-dir", request.config_dir] if request.config_dir else []
     typed = [str(item) for item in request.typed if item.key != "run_dir"]
-    with replaced_argv([request.command, *where, *typed, *([f"run_dir={run_dir}"] if run_dir else [])]):
+    folder = [f"run_dir={run_dir}"] if run_dir and has_run_folder(request.command) else []
+    with replaced_argv([request.command, *where, *typed, *folder]):
         yield

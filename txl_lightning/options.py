@@ -1,14 +1,20 @@
+"""The commands of `txl`: what each is for, its own keys, and which keys of the configuration it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from txl_lightning.errors import ConfigError
+from txl_lightning.section import Section, key
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
     """Keys of one command beside those of the configuration; they have no dots."""
 
     def refuse(self, name: str, rule: str, cure: str) -> ConfigError:
         return ConfigError(name, getattr(self, name), rule, cure)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitOptions(Options):
-    """`txl fit` needs nothing beside the configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +56,69 @@ class StrategiesOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoOptions(Options):
-    """`txl demo` needs nothing beside the configuration."""
+class Command:
+    """One command.
+
+    Attributes:
+        summary: one line for the help.
+        options: its own keys.
+        read: patterns of what it reads of the configuration: `model` is the group, `model.*` are its keys.
+        unread: patterns of what it has no use for nevertheless.
+    """
+
+    summary: str
+    options: type[Options] = Options
+    read: tuple[str, ...] = ("*",)
+    unread: tuple[str, ...] = ()
+
+    def reads(self, key: str) -> bool:
+        """Whether a key or group of the configuration has any effect on it."""
+        used, unused = (any(fnmatchcase(key, pattern) for pattern in part) for part in (self.read, self.unread))
+        return used and not unused
 
 
-COMMANDS: dict[str, type[Options]] = {
-    "fit": FitOptions,
-    "eval": EvalOptions,
-    "generate": GenerateOptions,
-    "data": DataOptions,
-    "strategies": StrategiesOptions,
-    "demo": DemoOptions,
+_MODEL = ("model", "model.*", "memory", "memory.*")
+_FOR_TRAINING = ("model.dropout", "model.dropatt", "model.init_std", "model.checkpointing")
+_DATA = ("data", "data.*")
+_DEVICES = (
+    "trainer.accelerator",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.precision",
+    "strategy",
+    "strategy.*",
+)
+_BAR = ("callbacks", "callbacks.progress_bar.*")
+_LANES = ("data.segment_len", "data.batch_size", "data.num_workers")
+
+COMMANDS = {
+    "fit": Command(summary="train; the run folder gets configuration, checkpoints, curves and result.json"),
+    "eval": Command(
+        summary="score a checkpoint; starts from its stored configuration",
+        options=EvalOptions,
+        read=(*_MODEL, *_DATA, "eval.*", *_DEVICES, *_BAR),
+        unread=_FOR_TRAINING,
+    ),
+    "generate": Command(
+        summary="sample from a checkpoint with the memory carried along",
+        options=GenerateOptions,
+        read=(*_MODEL, "data.segment_len", "trainer.accelerator", "seed"),
+        unread=_FOR_TRAINING,
+    ),
+    "data": Command(
+        summary="build the token files (prepare) or show what is in the corpus (inspect)",
+        options=DataOptions,
+        read=("experiment", *_DATA),
+        unread=_LANES,
+    ),
+    "strategies": Command(
+        summary="list every memory strategy: keys, paper, state bytes per lane",
+        options=StrategiesOptions,
+        read=("experiment", *_MODEL),
+        unread=_FOR_TRAINING,
+    ),
+    "demo": Command(summary="train, evaluate and sample: two minutes on a laptop", unread=("dry_run",)),
 }
-"""Every command of `txl` and its own keys."""
 
 FREE_TEXT = (
     "prompt",
@@ -77,5 +133,3 @@ FREE_TEXT = (
     "data.cache_dir",
 )
 """Keys whose values are taken letter by letter: they may hold =, quotes, ~, spaces, or look like numbers."""
-
-

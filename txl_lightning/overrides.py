@@ -6,32 +6,18 @@ what is chosen: those are checked in `compose`.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
-import typing
 from dataclasses import dataclass
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from txl_lightning import registry
-from txl_lightning.config import COMMANDS, FREE_TEXT, SECTIONS, TOP_KEYS, Config, Section
-from txl_lightning.errors import ConfigError, suggest
-
-GROUPS = ("experiment", "model", "memory", "data", "optim", "trainer", "strategy", "logger", "callbacks", "debug")
-
-SEVERAL = ("logger", "callbacks")
-"""Groups that take a list of options."""
-
-PLUGGED: dict[str, registry.Registry[Any]] = {
-    "memory": registry.memories,
-    "data": registry.corpora,
-    "callbacks": registry.callbacks,
-}
-"""Groups whose options may come from other packages."""
+from txl_lightning.config import SECTIONS, TOP_KEYS
+from txl_lightning.errors import ConfigError
+from txl_lightning.keys import GROUPS, PLUGGED, SEVERAL, hint_of, is_text, names, nearest, takes, takes_list
+from txl_lightning.options import COMMANDS, FREE_TEXT
 
 OURS = {
     "hydra.run.dir": "set run_dir=PATH",
@@ -44,9 +30,6 @@ OURS = {
     "hydra.job.name": "leave it out: it holds the command",
 }
 """Hydra's own keys that txl sets itself, with what to do instead."""
-
-
-_UNDOTTED: list[type[Section]] = [Config, *COMMANDS.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +68,8 @@ def read(arg: str, *, command: str) -> Typed:
     """One argument of the command line.
 
     Raises:
-        ConfigError: it is no KEY=VALUE, the command has no such key, or Hydra cannot read the value.
+        ConfigError: it is no KEY=VALUE, there is no such key, the command does not read it, or Hydra cannot read the
+            value.
     """
     written, equals, text = arg.partition("=")
     key = written.lstrip("+~")
@@ -95,6 +79,7 @@ def read(arg: str, *, command: str) -> Typed:
         raise ConfigError(written, text, rule, f"write {key}={text}" if text else f"write {none}")
     typed = Typed(key=key, text=text)
     _check_key(typed, command)
+    _check_read(typed, command)
     if not equals:
         raise typed.refuse("needs a value", f"write {key}=VALUE")
     if key not in FREE_TEXT:
@@ -125,7 +110,7 @@ def to_hydra(typed: Typed) -> str:
         return f"{typed.key}=[{options}]" if typed.key in SEVERAL else f"{typed.key}={options}"
     if typed.head in PLUGGED and not typed.is_group:
         return f"++{typed}"  # an option's YAML may leave keys of its dataclass out
-    if _is_text(hint_of(typed.key)) and isinstance(parse(typed).value(), (int, float)):
+    if is_text(hint_of(typed.key)) and isinstance(parse(typed).value(), (int, float)):
         return f"{typed.key}={quote(typed.text)}"  # 10e2 stays a name
     return str(typed)
 
@@ -180,58 +165,20 @@ def _unquote(item: str) -> str:
     return str(OverridesParser.create().parse_override(f"x={item}").value())
 
 
-def hint_of(key: str) -> Any:
-    """The type of a key of the schema or of a command; None where it depends on what is chosen."""
-    head, _, tail = key.rpartition(".")
-    if head in SECTIONS:
-        return typing.get_type_hints(SECTIONS[head])[tail]
-    found = [schema for schema in _UNDOTTED if not head and tail in names(schema)]
-    return typing.get_type_hints(found[0])[tail] if found else None
-
-
-def names(schema: type) -> list[str]:
-    """The keys of a config dataclass."""
-    return [item.name for item in dataclasses.fields(schema)]
-
-
 def check_value(typed: Typed) -> None:
     """Refuse values Hydra would read as something else than the key takes: nothing for a number, 3 for a bool."""
     hint = hint_of(typed.key)
     if typed.key in FREE_TEXT or typed.is_group or typed.is_hydra or hint is None:
         return
-    if not typed.text and not _is_text(hint):
-        raise typed.refuse("has no value", _takes(typed.key))
+    if not typed.text and not is_text(hint):
+        raise typed.refuse("has no value", takes(typed.key))
     if hint is bool and not isinstance(parse(typed).value(), (bool, str)):
-        raise typed.refuse("must be true or false", _takes(typed.key))
+        raise typed.refuse("must be true or false", takes(typed.key))
 
 
 def _is_word(text: str) -> bool:
     """Hydra reads it as text without quotes."""
     return bool(re.fullmatch(r"(?!(true|false|null|inf|nan)$)[a-z_][a-z0-9_-]*", text, flags=re.IGNORECASE))
-
-
-def _is_text(hint: Any) -> bool:
-    return hint is str or str in typing.get_args(hint)
-
-
-def takes_list(key: str) -> bool:
-    """Whether the key may hold several values at once."""
-    head, _, tail = key.partition(".")
-    if head in ("memory", "data") and tail:
-        found = [PLUGGED[head].get(part).config for part in PLUGGED[head].names()]
-        hints = [typing.get_type_hints(schema)[tail] for schema in found if tail in names(schema)]
-    else:
-        hints = [hint_of(key)]
-    return key in SEVERAL or any(hint is Any or "tuple" in str(hint) for hint in hints)
-
-
-def _takes(key: str) -> str:
-    head, _, tail = key.rpartition(".")
-    for schema in [SECTIONS[head]] if head else _UNDOTTED:
-        for item in dataclasses.fields(schema):
-            if item.name == tail:
-                return f"it takes {item.type}: {item.metadata['help']}"
-    raise AssertionError(key)
 
 
 def _check_key(typed: Typed, command: str) -> None:
@@ -240,7 +187,7 @@ def _check_key(typed: Typed, command: str) -> None:
         raise typed.refuse("groups stay where they are", f"write {typed.key.partition('@')[0]}={typed.text}")
     if typed.key in OURS:
         raise typed.refuse("is set by txl", OURS[typed.key])
-    if typed.is_hydra or typed.is_group or typed.key in own_keys(command):
+    if typed.is_hydra or typed.is_group or typed.key in (*TOP_KEYS, *names(COMMANDS[command].options)):
         return
     if key in SECTIONS and tail in names(SECTIONS[key]):
         return
@@ -249,18 +196,20 @@ def _check_key(typed: Typed, command: str) -> None:
     raise _unknown(typed, command)
 
 
-def own_keys(command: str) -> list[str]:
-    """Keys without a dot that a command takes."""
-    return [*(name for name in TOP_KEYS if name not in GROUPS), *names(COMMANDS[command])]
-
-
-def section_keys() -> list[str]:
-    """Dotted keys that are there whatever is chosen."""
-    return [f"{section}.{name}" for section, schema in SECTIONS.items() for name in names(schema)]
+def _check_read(typed: Typed, command: str) -> None:
+    """Refuse what would have no effect."""
+    chosen = COMMANDS[command]
+    if typed.is_hydra or typed.key in names(chosen.options) or chosen.reads(typed.key):
+        return
+    if typed.key == "experiment":
+        raise typed.refuse("the checkpoint's own configuration is used", "leave it out and set single keys")
+    *others, last = [f"txl {name}" for name, other in COMMANDS.items() if other.reads(typed.key)]
+    readers = f"{', '.join(others)} and {last} read it" if others else f"{last} reads it"
+    raise typed.refuse(f"txl {command} does not read it", f"leave it out; {readers}")
 
 
 def _unknown(typed: Typed, command: str) -> ConfigError:
-    elsewhere = [f"txl {other}" for other, options in COMMANDS.items() if typed.key in names(options)]
+    elsewhere = [f"txl {other}" for other, its in COMMANDS.items() if typed.key in names(its.options)]
     if elsewhere:
         return typed.refuse(f"txl {command} has no such key, only {' and '.join(elsewhere)}", "leave it out")
     if typed.key in SECTIONS or typed.head == "callbacks":
@@ -268,22 +217,3 @@ def _unknown(typed: Typed, command: str) -> ConfigError:
         dotted = ", ".join(f"{typed.head}.{name}" for name in known)
         return typed.refuse("is a group of keys, not one", f"set {dotted}")
     return typed.refuse("no such key", nearest(typed.key, command))
-
-
-def nearest(key: str, command: str) -> str:
-    """The cure for a misspelt key: valid ones that look like it, with or without their section."""
-    head, _, tail = key.rpartition(".")
-    if head in SECTIONS:
-        return suggest(key, [name for name in section_keys() if name.startswith(f"{head}.")])
-    known = [*GROUPS, *own_keys(command), *section_keys(), *plugged_keys()]
-    same = sorted(name for name in known if name.rpartition(".")[2] == tail)
-    if same:
-        return f"did you mean {' or '.join(same[:3])}?"
-    cure = suggest(key, known)
-    return cure if cure.startswith("did you mean") else f"txl {command} --help lists them"
-
-
-def plugged_keys() -> list[str]:
-    """Dotted keys of every memory and corpus there is."""
-    parts = [(kind, PLUGGED[kind].get(name).config) for kind in ("memory", "data") for name in PLUGGED[kind].names()]
-    return sorted({f"{kind}.{name}" for kind, schema in parts for name in names(schema)})

@@ -12,18 +12,7 @@ from contextlib import contextmanager, redirect_stdout
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
-RANKS = ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
-"""Environment variables of which a process other than the first has one above 0."""
-
-
-def is_first_rank() -> bool:
-    """Whether this process is the one that makes folders, checks and prints."""
-    return all(int(os.environ.get(name) or 0) == 0 for name in RANKS)
-
-
-def ranks_started() -> int:
-    """How many ranks somebody else than lightning starts, one by one."""
-    return max(int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "SLURM_NTASKS"))
+from txl_lightning.ranks import is_first_rank
 
 
 @contextmanager
@@ -104,3 +93,9 @@ def first_rank_prints() -> Iterator[None]:
         return
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
+
+
+def printable(text: str) -> str:
+    """The text with ? for what standard output cannot take: characters it does not know, bytes that are no text."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)

@@ -1,3 +1,21 @@
+"""A group of keys as a frozen dataclass: each key is declared once, with its default, its rule and its help text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from txl_lightning.errors import ConfigError, keys_renamed, suggest, yaml_text
+
+Part = TypeVar("Part", bound="Section")
+
+
 def key(
     default: Any,
     help: str,
@@ -44,7 +62,7 @@ class Section:
         rules = item.metadata
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
-                raise self.refuse(item.name, "must be a finite number", f"the default is {item.default}")
+                raise self.refuse(item.name, "must be a finite number", f"the default is {yaml_text(item.default)}")
             if isinstance(number, bool) or not isinstance(number, (int, float)):
                 continue
             if "minimum" in rules and number < rules["minimum"]:
@@ -81,7 +99,8 @@ def build_section(schema: type[Part], values: Mapping[str, Any], *, path: str) -
     rest = {name: value for name, value in values.items() if name not in as_they_are}
     try:
         typed: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(schema), rest))
-        return schema(**{name: _untyped(value) for name, value in {**typed, **as_they_are}.items()})
+        with keys_renamed(schema.section, to=path):
+            return schema(**{name: _untyped(value) for name, value in {**typed, **as_they_are}.items()})
     except OmegaConfBaseException as error:
         name = str(error.full_key or path)
         message = str(error.msg or error).splitlines()[0]
@@ -101,5 +120,3 @@ def _type_cure(schema: type[Section], name: str) -> str:
         if item.name == name:
             return f"it takes {item.type}: {item.metadata.get('help', '')}"
     return "see --help"
-
-

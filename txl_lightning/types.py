@@ -1,4 +1,4 @@
-"""Values that cross the borders between rooms: segments, batches, slots, states.
+"""Values that pass between data, model, memory and training: segments, batches, slots, states.
 
 Shape letters used in the whole package: B lanes, T tokens of a segment, M memory length, S slots,
 D model width, H heads, K width of a head (Dh in the papers), L layers, V vocabulary.
@@ -21,7 +21,7 @@ class Segment(NamedTuple):
 
     reset: Tensor  # (B,) bool: this lane starts a new stream at token 0
     length: Tensor  # (B,) int64: real tokens, 0..T; 0 = the lane has ended and its state must not move
-    document: Tensor | None = None  # (B, T) int64 document number; only under memory.reset=document
+    document: Tensor | None = None  # (B, T) int64 document number; None: tokens of a lane are one document
 
     @classmethod
     def full(cls, tokens_BT: Tensor) -> Segment:
@@ -97,6 +97,11 @@ MASKED = -1e30
 def detach(state: State) -> State:
     """The same state without its graph."""
     return {key: tensor.detach() for key, tensor in state.items()}
+
+
+def n_byte(state: State) -> int:
+    """Bytes that a state takes."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 
 def lane_where(mask_B: Tensor, then: Tensor, otherwise: Tensor) -> Tensor:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from txl_lightning.config import Config, DataConfig, DataOptions
+from txl_lightning.commands.output import check_out, write_out
+from txl_lightning.config import Config, DataConfig
 from txl_lightning.data import store, vocab
 from txl_lightning.data.store import Survey
-from txl_lightning.errors import ConfigError
-from txl_lightning.training.run_folder import write_json
+from txl_lightning.options import DataOptions
 
 SAMPLE = 200  # tokens shown from the start of the training split
 
@@ -30,8 +28,7 @@ def check(config: Config, options: DataOptions) -> None:
         store.survey(config.data, training=False)
     else:
         store.look(config.data)
-    if options.out is not None:
-        _check_out(options.out)
+    check_out(options.out)
 
 
 def run(config: Config, options: DataOptions) -> None:
@@ -46,18 +43,7 @@ def run(config: Config, options: DataOptions) -> None:
     else:
         facts["sample"] = _sample(config.data)
         _print_facts(console, found, facts["sample"])
-    if options.out is not None:
-        write_json(Path(options.out).expanduser(), facts)
-
-
-def _check_out(out: str) -> None:
-    path = Path(out).expanduser()
-    if path.is_dir():
-        raise ConfigError("out", out, "is a folder", "give a file in it")
-    if not path.parent.is_dir():
-        raise ConfigError("out", out, "its folder does not exist", "make the folder first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError("out", out, "cannot be written", "give a file elsewhere")
+    write_out(options.out, facts)
 
 
 def _facts(found: Survey) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from txl_lightning.checkpoints import load_checkpoint
 from txl_lightning.commands import fit as fit_command
 from txl_lightning.commands.evaluate import progress_bar
 from txl_lightning.commands.generate import stream
+from txl_lightning.commands.output import write_out
 from txl_lightning.config import Config, ConfigError, Options
 from txl_lightning.data.vocab import ByteVocab
 from txl_lightning.evaluation.cached import Evaluation, evaluate
 from txl_lightning.generation import SamplingRule, Session
-from txl_lightning.training.run_folder import write_json
 from txl_lightning.training.stopping import GracefulStop
 
 PROMPT = "def "
@@ -45,7 +45,7 @@ def run(config: Config, options: Options) -> None:
     with stop.listening():
         found = {name: _score(c, run_dir, stop) for name, c in (("with memory", config), ("without memory", without))}
     _show(found)
-    write_json(fitted.run_dir / "demo.json", {name: score.to_dict() for name, score in found.items()})
+    write_out(f"{run_dir}/demo.json", {name: score.to_dict() for name, score in found.items()})
     _sample(config, run_dir)
     print(f"\ntrained at {fitted.result['tokens_per_second']:,.0f} tokens/s; curves: tensorboard --logdir {run_dir!r}")
 

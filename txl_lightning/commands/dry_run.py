@@ -11,11 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from txl_lightning.commands.output import bytes_in_words
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.lanes import LaneLayout
 from txl_lightning.data.store import survey
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.training.trainer import device_kind, resolve_precision
+from txl_lightning.types import n_byte
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +60,14 @@ def needs(config: Config) -> Needs:
         parameter_bytes=weights,
         gradient_bytes=weights,
         optimizer_bytes=2 * weights,  # adam keeps two running averages
-        state_bytes=sum(tensor.numel() * tensor.element_size() for tensor in state.values()),
+        state_bytes=n_byte(state),
         activation_bytes=_saved_for_backward(model, state, config, mixed=precision.endswith("mixed"), dtype=dtype),
         steps_per_epoch=_steps_per_epoch(config),
         available_bytes=_available(device_kind(config)),
     )
     if found.available_bytes is not None and found.total_bytes > found.available_bytes:
-        rule = f"a step needs {_gib(found.total_bytes)} per rank and the device has {_gib(found.available_bytes)}"
+        needed, there = bytes_in_words(found.total_bytes), bytes_in_words(found.available_bytes)
+        rule = f"a step needs {needed} per rank and the device has {there}"
         cure = "lower data.batch_size, data.segment_len or memory.mem_len, or set model.checkpointing=true"
         raise ConfigError("data.batch_size", config.data.batch_size, rule, cure)
     return found
@@ -84,7 +87,7 @@ def show_needs(config: Config) -> None:
         "total": "together",
     }
     for name, label in labels.items():
-        table.add_row(label, _gib(getattr(found, f"{name}_bytes")))
+        table.add_row(label, bytes_in_words(getattr(found, f"{name}_bytes")))
     table.add_row("optimizer steps per epoch", f"{found.steps_per_epoch:,}")
     table.add_row("epochs in max_steps", f"{config.trainer.max_steps / found.steps_per_epoch:.2f}")
     Console().print(table)
@@ -128,7 +131,3 @@ def _available(kind: str) -> int | None:
     if kind == "cpu" and hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None
-
-
-def _gib(n_byte: int) -> str:
-    return f"{n_byte / 2**30:.2f} GiB" if n_byte >= 2**28 else f"{n_byte / 2**20:.2f} MiB"

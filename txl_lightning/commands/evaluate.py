@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import lightning.pytorch as L
 from rich.console import Console
 from rich.table import Table
@@ -11,13 +9,13 @@ from rich.table import Table
 from txl_lightning import registry
 from txl_lightning.build import check_vocabulary
 from txl_lightning.checkpoints import load_checkpoint, read_checkpoint
-from txl_lightning.config import Config, ConfigError, EvalOptions
+from txl_lightning.commands.output import check_out, write_out
+from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.store import Meta, survey
 from txl_lightning.evaluation.cached import Evaluation, evaluate
-from txl_lightning.training.run_folder import write_json
+from txl_lightning.options import EvalOptions
 from txl_lightning.training.stopping import GracefulStop
 from txl_lightning.training.trainer import check_devices
-
 
 READING = ("segment_len", "batch_size", "num_workers", "cache_dir")
 """Keys of `data` that say how text is read, not which."""
@@ -27,8 +25,7 @@ def check(config: Config, options: EvalOptions) -> None:
     """Everything about an evaluation that can be refused. Writes nothing; raises ConfigError."""
     if options.ckpt is None:
         raise options.refuse("ckpt", "is required", "give a checkpoint file or run folder: txl eval ckpt=PATH")
-    if options.out is not None and not Path(options.out).expanduser().resolve().parent.is_dir():
-        raise options.refuse("out", "its folder does not exist", "make the folder first")
+    check_out(options.out)
     check_devices(config)
     load_checkpoint(options.ckpt, config)
     found = survey(config.data, training=False)
@@ -61,8 +58,7 @@ def run(config: Config, options: EvalOptions) -> None:
     with stop.listening():
         found = evaluate(config, model, split=options.split, callbacks=[*progress_bar(config), stop])
     show(found)
-    if options.out is not None:
-        write_json(Path(options.out).expanduser(), found.to_dict())
+    write_out(options.out, found.to_dict())
 
 
 def progress_bar(config: Config) -> list[L.Callback]:

@@ -108,7 +108,8 @@ def _callbacks(config: Config, data: TextDataModule, stop: GracefulStop) -> list
     chosen = [registry.callbacks.get(name).build(options) for name, options in config.callbacks.items()]
     has_valid = "valid" in data.data.splits
     every = config.trainer.save_every_steps
-    return [*chosen, stop] + checkpoint_callbacks(Path(config.run_dir), save_every_steps=every, has_valid=has_valid)
+    kept = checkpoint_callbacks(Path(config.run_dir), save_every_steps=every, has_valid=has_valid)
+    return [*chosen, stop, *kept]
 
 
 def _result(module: TransformerXLModule, data: TextDataModule) -> dict[str, Any]:

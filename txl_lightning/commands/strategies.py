@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from txl_lightning.config import Config, ModelConfig, StrategiesOptions
+from txl_lightning.commands.output import bytes_in_words, check_out, write_out
+from txl_lightning.config import Config, ModelConfig
 from txl_lightning.errors import ConfigError
+from txl_lightning.options import StrategiesOptions
 from txl_lightning.registry import Entry, memories
+from txl_lightning.types import n_byte
 
 
 def check(config: Config, options: StrategiesOptions) -> None:
-    """Refuse an `out` that cannot be written."""
-    if options.out is None:
-        return
-    path = Path(options.out)
-    if path.is_dir():
-        raise options.refuse("out", "is a folder", "name a file")
-    if not path.parent.is_dir():
-        raise options.refuse("out", f"there is no folder {path.parent}", "make it first")
+    """Refuse an `out` that cannot be written. Raises ConfigError."""
+    check_out(options.out)
 
 
 def run(config: Config, options: StrategiesOptions) -> None:
@@ -32,12 +28,13 @@ def run(config: Config, options: StrategiesOptions) -> None:
     table = Table("name", "keys", "paper", "state per lane", title="memory strategies")
     for row in rows:
         keys = "\n".join(f"{name}={json.dumps(value)}" for name, value in row["keys"].items())
-        table.add_row(row["name"], keys, row["paper"], _human(row["state_bytes_per_lane"]))
+        size = row["state_bytes_per_lane"]
+        fits = "does not fit this model" if size is None else bytes_in_words(size)
+        table.add_row(row["name"], keys, row["paper"], fits)
     console = Console()
     console.print(table)
     console.print(f"state: float32 while training, {config.model.n_layer} layers of width {config.model.d_model}")
-    if options.out is not None:
-        Path(options.out).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    write_out(options.out, rows)
 
 
 def describe(entry: Entry[Any], config: Config) -> dict[str, Any]:
@@ -57,11 +54,4 @@ def state_bytes_per_lane(entry: Entry[Any], memory: Any, model: ModelConfig) -> 
     parts = [part for layer in plan.layers for part in layer.values()] + ([plan.tokens] if plan.tokens else [])
     device = torch.device("meta")
     states = [part.init_state(1, form="hidden", device=device, dtype=torch.float32) for part in parts]
-    return sum(tensor.numel() * tensor.element_size() for state in states for tensor in state.values())
-
-
-def _human(size: int | None) -> str:
-    if size is None:
-        return "does not fit this model"
-    units = [(1024**2, "MiB"), (1024, "KiB")]
-    return next((f"{size / unit:.1f} {name}" for unit, name in units if size >= unit), f"{size} B")
+    return sum(map(n_byte, states))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,21 +10,17 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from txl_lightning.ranks import is_first_rank
+
 Advance = Callable[[int], None]
 """Takes the number of bytes just done."""
 
 BIG = 256 * 2**20  # bytes; below this the work is over before a bar is worth showing
 
 
-def main_process() -> bool:
-    """False on every rank but the first, which alone may talk."""
-    ranks = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
-    return all(rank in (None, "", "0") for rank in ranks)
-
-
 def say(line: str) -> None:
     """One line for the user."""
-    if main_process():
+    if is_first_rank():
         print(line, file=sys.stderr, flush=True)
 
 
@@ -38,7 +33,7 @@ def say_once(line: str) -> None:
 @contextmanager
 def progress(label: str, *, n_byte: int) -> Iterator[Advance]:
     """Shows a bar while it is open if there are many bytes to do."""
-    if n_byte < BIG or not main_process():
+    if n_byte < BIG or not is_first_rank():
         yield lambda done: None
         return
     columns = (

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from txl_lightning.data.vocab import Tokens
 from txl_lightning.errors import ConfigError
+from txl_lightning.ranks import check_lanes
 from txl_lightning.types import Batch, Position, Segment
 
 Counts = npt.NDArray[np.int64]
@@ -29,6 +30,24 @@ Counts = npt.NDArray[np.int64]
 def used_lanes(n_token: int, *, lanes: int, segment_len: int) -> int:
     """Lanes an evaluation uses: as many as the stream fills with one segment each, at least 1, at most `lanes`."""
     return max(1, min(lanes, (n_token - 1) // segment_len))
+
+
+def check_filled(n_token: int, *, lanes: int, key: str, text: str = "text") -> None:
+    """Each lane in use gets a token and its target.
+
+    Args:
+        n_token: tokens of the stream.
+        lanes: those in use.
+        key: the setting that says how many lanes, for the message.
+        text: what the stream is, for the message.
+
+    Raises:
+        ConfigError: there are too few tokens.
+    """
+    if n_token < lanes + 1:
+        rule = f"the {text} has {n_token} tokens, and {lanes} lanes need at least {lanes + 1}"
+        cure = f"set {key} to {n_token - 1} or less, or give more text" if n_token > 1 else "give more text"
+        raise ConfigError(key, lanes, rule, cure)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +146,7 @@ class LaneLoader:
         rank, world_size: this rank owns lanes [rank * B / world_size, (rank + 1) * B / world_size).
         num_workers: processes that read ahead; 0 reads in this process.
         pin_memory: put batches into page-locked memory where there is a GPU to copy them to.
+        key: the setting that `lanes` comes from, for messages.
 
     Raises:
         ConfigError: too few tokens for the lanes, or the lanes do not divide into the ranks.
@@ -143,13 +163,11 @@ class LaneLoader:
         world_size: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
+        key: str = "data.batch_size",
     ) -> None:
         assert 1 <= used_lanes <= lanes and 0 <= rank < world_size
-        if lanes % world_size:
-            raise ConfigError("lanes", lanes, f"must divide into {world_size} ranks", "change it or the ranks")
-        if len(tokens) < used_lanes + 1:
-            rule = f"the data has {len(tokens)} tokens, and {used_lanes} lanes need at least {used_lanes + 1}"
-            raise ConfigError("lanes", lanes, rule, "use fewer, or give more text")
+        check_lanes(lanes, ranks=world_size, key=key)
+        check_filled(len(tokens), lanes=used_lanes, key=key)
         self.layout = LaneLayout(n_token=len(tokens), lanes=lanes, used=used_lanes, segment_len=segment_len)
         self.num_workers = num_workers
         self.pin_memory = pin_memory and torch.cuda.is_available()
@@ -172,7 +190,8 @@ class LaneLoader:
         epoch, segment = position
         if not 0 <= segment <= len(self):
             rule = f"a pass has {len(self)} segments, the checkpoint stands before segment {segment}"
-            raise ConfigError("segment_len", self.layout.segment_len, rule, "go on with the settings of the checkpoint")
+            cure = "go on with the settings of the checkpoint"
+            raise ConfigError("data.segment_len", self.layout.segment_len, rule, cure)
         self._next = self._reached = Position(epoch + 1, 0) if segment == len(self) else Position(epoch, segment)
 
     def state_dict(self) -> dict[str, list[int]]:

@@ -26,6 +26,7 @@ from txl_lightning.data import vocab
 from txl_lightning.data.cache import cache_root, check_writable, publish, sync_folder, synced, workspace
 from txl_lightning.data.console import say, say_once
 from txl_lightning.data.corpora import Corpus, Scan
+from txl_lightning.data.lanes import check_filled
 from txl_lightning.data.splits import SPLITS
 from txl_lightning.data.vocab import Tokens, Vocab
 from txl_lightning.errors import ConfigError
@@ -156,11 +157,7 @@ def check_training(data: Meta, *, batch_size: int) -> None:
     if "train" not in data.tokens:
         cure = f"it has {' and '.join(data.tokens)}; give training text, for example data.train=FILE"
         raise ConfigError("data", data.corpus, "this corpus has no training split", cure)
-    n_token = data.tokens["train"]
-    if n_token < batch_size + 1:
-        rule = f"the training split has {n_token} tokens, and {batch_size} lanes need at least {batch_size + 1}"
-        cure = f"set data.batch_size to {n_token - 1} or less, or give more text" if n_token > 1 else "give more text"
-        raise ConfigError("data.batch_size", batch_size, rule, cure)
+    check_filled(data.tokens["train"], lanes=batch_size, key="data.batch_size", text="training split")
 
 
 class _Scanned(NamedTuple):

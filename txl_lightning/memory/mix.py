@@ -11,6 +11,7 @@ from typing import Any
 
 from txl_lightning import registry
 from txl_lightning.config import MemoryConfig, ModelConfig, build_named, key
+from txl_lightning.errors import keys_renamed
 from txl_lightning.memory.base import MemoryPlan, MemoryStrategy, register
 
 
@@ -36,11 +37,12 @@ class MixConfig(MemoryConfig):
 
     def configs(self) -> list[MemoryConfig]:
         """The typed configuration of each part."""
-        return [build_named("memory", part, path=f"memory.parts[{i}]") for i, part in enumerate(self.parts)]
+        return [build_named("memory", part, path=_place(i)) for i, part in enumerate(self.parts)]
 
     def check_fit(self, model: ModelConfig, *, segment_len: int) -> None:
-        for part in self.configs():
-            part.check_fit(model, segment_len=segment_len)
+        for index, part in enumerate(self.configs()):
+            with keys_renamed("memory", to=_place(index)):
+                part.check_fit(model, segment_len=segment_len)
         build(self, model)  # refuses parts that collide
 
 
@@ -49,14 +51,23 @@ def build(config: MixConfig, model: ModelConfig) -> MemoryPlan:
     """The parts' plans laid over one another."""
     layers: list[dict[str, MemoryStrategy]] = [{} for _ in range(model.n_layer)]
     tokens = None
-    for part in config.configs():
-        plan = registry.memories.get(part.name).build(part, model)
+    for position, part in enumerate(config.configs()):
+        with keys_renamed("memory", to=_place(position)):
+            plan = registry.memories.get(part.name).build(part, model)
         if plan.tokens is not None and tokens is not None:
             raise config.refuse("parts", "two parts add memory tokens to the input", "keep one of them")
         tokens = plan.tokens if plan.tokens is not None else tokens
         for index, strategies in enumerate(plan.layers):
             _merge(layers[index], strategies, index=index, config=config)
-    return MemoryPlan(layers=layers, tokens=tokens)
+    try:
+        return MemoryPlan(layers=layers, tokens=tokens)
+    except ValueError as error:
+        raise config.refuse("parts", str(error), "give them different layers") from error
+
+
+def _place(index: int) -> str:
+    """What the keys of a part are called in messages."""
+    return f"memory.parts[{index}]"
 
 
 def _merge(layer: dict[str, MemoryStrategy], more: dict[str, MemoryStrategy], *, index: int, config: MixConfig) -> None:
@@ -64,8 +75,3 @@ def _merge(layer: dict[str, MemoryStrategy], more: dict[str, MemoryStrategy], *,
         if name in layer:
             raise config.refuse("parts", f"layer {index} has two memories called {name}", "give them different layers")
         layer[name] = strategy
-    if sum(type(strategy).side is not MemoryStrategy.side for strategy in layer.values()) > 1:
-        names = " and ".join(layer)
-        raise config.refuse(
-            "parts", f"{names} both read beside attention in layer {index}", "give them different layers"
-        )

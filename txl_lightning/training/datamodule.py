@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as L
 
 from txl_lightning.build import check_vocabulary
-from txl_lightning.config import Config, ConfigError
+from txl_lightning.config import Config
 from txl_lightning.data.lanes import LaneLoader, used_lanes
 from txl_lightning.data.store import TokenData, check_training, prepare
 
@@ -43,7 +43,8 @@ class TextDataModule(L.LightningDataModule):
     def train_dataloader(self) -> LaneLoader:
         keys = self.config.data
         check_training(self.data.meta, batch_size=keys.batch_size)
-        return self._loader("train", lanes=keys.batch_size, used=keys.batch_size, segment_len=keys.segment_len)
+        lanes = keys.batch_size
+        return self._loader("train", lanes=lanes, used=lanes, segment_len=keys.segment_len, key="data.batch_size")
 
     def val_dataloader(self) -> LaneLoader | list[LaneLoader]:
         return self.eval_dataloader("valid") if "valid" in self.data.splits else []
@@ -57,20 +58,18 @@ class TextDataModule(L.LightningDataModule):
         Raises:
             ConfigError: the corpus has no such split.
         """
-        lanes, segment_len = self.config.eval_batch_size, self.config.eval_segment_len
-        return self._loader(split, lanes=lanes, used=self.eval_lanes(split), segment_len=segment_len)
+        lanes, key = self.config.eval_batch_size, self.config.eval_batch_key
+        segment_len, used = self.config.eval_segment_len, self.eval_lanes(split)
+        return self._loader(split, lanes=lanes, used=used, segment_len=segment_len, key=key)
 
     def eval_lanes(self, split: str) -> int:
         """Lanes in use when a split is evaluated: fewer than asked for if they would be shorter than one segment."""
         n_token = len(self.data.require(split))
         return used_lanes(n_token, lanes=self.config.eval_batch_size, segment_len=self.config.eval_segment_len)
 
-    def _loader(self, split: str, *, lanes: int, used: int, segment_len: int) -> LaneLoader:
+    def _loader(self, split: str, *, lanes: int, used: int, segment_len: int, key: str) -> LaneLoader:
         tokens = self.data.require(split)
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-        if lanes % world:
-            near = " or ".join(str(n) for n in (lanes // world * world, (lanes // world + 1) * world) if n)
-            raise ConfigError("data.batch_size", lanes, f"must divide into {world} ranks", f"set it to {near}")
         return LaneLoader(
             tokens,
             segment_len=segment_len,
@@ -80,4 +79,5 @@ class TextDataModule(L.LightningDataModule):
             world_size=world,
             num_workers=self.config.data.num_workers,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
+            key=key,
         )

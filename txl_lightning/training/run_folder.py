@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -21,14 +22,15 @@ PACKAGES = ("txl-lightning", "torch", "lightning", "torchmetrics", "hydra-core",
 
 def refuse_used_folder(run_dir: str | None) -> None:
     """A run never overwrites another. Raises ConfigError."""
-    if run_dir is not None and (Path(run_dir).expanduser() / CONFIG).exists():
+    if run_dir is not None and os.path.exists(os.path.join(os.path.expanduser(run_dir), CONFIG)):
         raise ConfigError("run_dir", run_dir, "the folder holds a run already", "name another folder")
 
 
 def write_facts(run_dir: Path, config: Config, meta: Meta) -> None:
     """Write the resolved configuration as plain YAML, and versions, git state, seed and data fingerprint as JSON."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / CONFIG).write_text(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True))
+    text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+    (run_dir / CONFIG).write_text(text, encoding="utf-8")
     facts = {
         "command": sys.argv,
         "seed": config.seed,
@@ -43,7 +45,9 @@ def write_facts(run_dir: Path, config: Config, meta: Meta) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Indented JSON with a final newline."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    # a path may hold bytes that are no text: the escape of such a surrogate is the one that JSON has
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    path.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
 
 
 def git_state() -> dict[str, Any] | None:
