@@ -6,9 +6,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 
-# a clone with core.symlinks=false stops here, with one line (-I: our types.py must not shadow that of the library)
+# in a clone with core.symlinks=false all that installs or runs something stops here, with one line
+# (-I: our types.py must not shadow that of the library)
+ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
 FAULT := $(shell $(PYTHON) -I txl_lightning/_links.py)
 $(if $(FAULT),$(error $(FAULT)))
+endif
 
 # what each stamp installs, and which stamps it makes up to date
 EXTRA_test := [test]
@@ -34,9 +37,11 @@ test: $(VENV)/installed-test
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: $(VENV)/installed-dev
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
+	@failed=0; \
+	$(BIN)/ruff check . || failed=1; \
+	$(BIN)/ruff format --check . || failed=1; \
+	$(BIN)/mypy || failed=1; \
+	exit $$failed
 
 format: $(VENV)/installed-dev
 	@$(BIN)/ruff check --fix .

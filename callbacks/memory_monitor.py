@@ -47,7 +47,7 @@ class MemoryMonitor(L.Callback):
                 figures[f"memory/{name}/fill{layer}"] = fill.float().mean()
             if any(tensor.is_floating_point() for tensor in part.values()):
                 figures[f"memory/{name}/norm{layer}"] = root_mean_square(part)
-        pl_module.log_dict(figures)
+        pl_module.log_curves(figures)
 
 
 def root_mean_square(state: dict[str, Tensor]) -> Tensor:

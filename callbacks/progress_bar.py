@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,20 +29,26 @@ class ProgressBarConfig(Section):
     section = "callbacks.progress_bar"
 
     refresh_per_second: float = key(4.0, "redraws per second", above=0, maximum=30)
+    seconds_per_line: float = key(10.0, "seconds between two lines where there is no terminal", above=0)
 
 
 @registry.callbacks.register("progress_bar", config=ProgressBarConfig)
 class ProgressBar(L.Callback):
-    """One bar over all optimizer steps, and one over batches while a split is evaluated. Shows, logs nothing."""
+    """One bar over all optimizer steps, and one over batches while a split is evaluated. Shows, logs nothing.
+
+    Where standard error is no terminal, a plain line every `seconds_per_line` and after each validation instead.
+    """
 
     def __init__(self, config: ProgressBarConfig) -> None:
         self.config = config
+        self._console = Console(stderr=True)
+        self._said = 0.0
         self._progress: Progress | None = None
         self._train: TaskID | None = None
         self._eval: TaskID | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if not trainer.is_global_zero or self._progress is not None:
+        if not trainer.is_global_zero or self._progress is not None or not self._console.is_terminal:
             return
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -49,7 +57,7 @@ class ProgressBar(L.Callback):
             TextColumn("{task.fields[figures]}"),
             TextColumn("left"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=self._console,
             refresh_per_second=self.config.refresh_per_second,
         )
         self._progress.start()
@@ -61,9 +69,10 @@ class ProgressBar(L.Callback):
             )
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._progress is None or self._train is None:
-            return
-        self._progress.update(self._train, completed=trainer.global_step, figures=self._figures(pl_module))
+        if self._progress is not None and self._train is not None:
+            self._progress.update(self._train, completed=trainer.global_step, figures=self._figures(pl_module))
+        elif time.monotonic() - self._said >= self.config.seconds_per_line:
+            self._say(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._begin("valid", trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
@@ -79,6 +88,8 @@ class ProgressBar(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._finish()
+        if self._progress is None and not trainer.sanity_checking:
+            self._say(trainer, pl_module)
 
     def on_test_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._finish()
@@ -88,6 +99,13 @@ class ProgressBar(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._close()
+
+    def _say(self, trainer: L.Trainer, module: Any) -> None:
+        if trainer.is_global_zero and not self._console.is_terminal:
+            self._said = time.monotonic()
+            print(
+                f"step {trainer.global_step}/{trainer.max_steps}: {self._figures(module)}", file=sys.stderr, flush=True
+            )
 
     def _figures(self, module: Any) -> str:
         unit = module.config.data.unit
@@ -111,6 +129,7 @@ class ProgressBar(L.Callback):
             self._eval = None
 
     def _close(self) -> None:
+        self._finish()
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

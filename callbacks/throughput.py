@@ -34,5 +34,5 @@ class Throughput(L.Callback):
             return
         tokens, seconds = pl_module.clock.tokens, pl_module.clock.seconds
         if tokens > self._tokens:
-            pl_module.log("perf/tokens_per_second", (tokens - self._tokens) / (seconds - self._seconds))
+            pl_module.log_curves({"perf/tokens_per_second": (tokens - self._tokens) / (seconds - self._seconds)})
         self._tokens, self._seconds = tokens, seconds

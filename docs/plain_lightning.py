@@ -9,7 +9,14 @@ from txl_lightning.config import load
 def main(overrides: list[str]) -> L.Trainer:
     config = load(["memory.mem_len=128", *overrides])
     L.seed_everything(config.seed)
-    trainer = L.Trainer(max_steps=config.trainer.max_steps, val_check_interval=50, check_val_every_n_epoch=None)
+    trainer = L.Trainer(
+        max_steps=config.trainer.max_steps,
+        max_epochs=-1,
+        val_check_interval=50,  # batches, across epochs
+        check_val_every_n_epoch=None,
+        limit_val_batches=20,
+        enable_model_summary=False,
+    )
     trainer.fit(TransformerXLModule(config), TextDataModule(config))
     return trainer
 

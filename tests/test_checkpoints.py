@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from txl_lightning.commands import evaluate
 from txl_lightning.commands import fit as fit_command
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.options import EvalOptions
+from txl_lightning.training.checkpointing import WholeFiles
 from txl_lightning.training.trainer import build_trainer
 
 
@@ -79,6 +81,47 @@ def test_weights_must_fit_the_configuration(run: Path, tmp_path: Path) -> None:
             load_checkpoint(str(run), tiny_config(tmp_path, override))
     for override in ("memory.mem_len=500", "memory=none", "model.clamp_len=9", "eval.segment_len=3"):
         load_checkpoint(str(run), tiny_config(tmp_path, override))
+
+
+def test_a_write_that_fails_leaves_the_old_file_whole(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = run / "checkpoints" / "last.ckpt"
+    before, names = last.read_bytes(), sorted(path.name for path in last.parent.iterdir())
+
+    def full(checkpoint: object, file: Any) -> None:
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        WholeFiles().save_checkpoint({}, last)
+    assert last.read_bytes() == before
+    assert sorted(path.name for path in last.parent.iterdir()) == names
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda saved: saved["txl_lightning"].pop("config"),
+        lambda saved: saved["txl_lightning"].pop("data_fingerprint"),
+        lambda saved: saved.update(txl_lightning="mine"),
+        lambda saved: saved.update(state_dict=[1]),
+        lambda saved: saved["state_dict"].update({"model.u": 3}),
+    ],
+)
+def test_a_checkpoint_without_its_parts_is_refused(run: Path, tmp_path: Path, change: Any) -> None:
+    saved = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    change(saved)
+    torch.save(saved, tmp_path / "odd.ckpt")
+    with pytest.raises(ConfigError, match=r"odd\.ckpt is not a txl_lightning checkpoint"):
+        load_checkpoint(str(tmp_path / "odd.ckpt"))
+
+
+def test_lightning_s_own_loader_works(run: Path, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "trainer.max_steps=3")
+    module = TransformerXLModule.load_from_checkpoint(
+        run / "checkpoints" / "last.ckpt", config=config, weights_only=True
+    )
+    assert torch.equal(module.model.u, load_checkpoint(str(run)).u)
 
 
 def test_going_on_with_other_text_is_refused(run: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,9 @@ from hydra.core.hydra_config import HydraConfig
 from txl_lightning import exit_codes, jobs
 from txl_lightning.arguments import FLAGS
 from txl_lightning.cli import main
-from txl_lightning.config import Config, ConfigError, load
+from txl_lightning.config import SECTIONS, Config, ConfigError, load
+from txl_lightning.errors import yaml_text
+from txl_lightning.keys import names
 from txl_lightning.options import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,28 +73,50 @@ def test_help_names_commands_groups_and_options(capsys: pytest.CaptureFixture[st
         assert word in out
 
 
+def test_alone_it_prints_the_help_and_counts_as_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    helped = capsys.readouterr().out
+    assert main([]) == 2
+    assert capsys.readouterr() == ("", helped)
+
+
 LISTED = {
     "top_k=0": {"generate"},
     "ckpt=null": {"eval", "generate"},
     "dry_run=false": {"fit"},
     "prepare|inspect": {"data"},
-    "seed=1111": {"fit", "generate", "demo"},
+    "seed=1111": {"fit", "demo"},
+    "seed=": {"fit", "generate", "demo"},
     "experiment=...": {"fit", "data", "strategies", "demo"},
     "debug=...": {"fit", "demo"},
     "logger=[...]": {"fit", "demo"},
     "number of layers": set(COMMANDS) - {"data"},
-    "model.n_layer=4": set(COMMANDS) - {"data"},
+    "model.n_layer=": set(COMMANDS) - {"data"},
+    "model.n_layer=4": {"fit", "demo", "strategies"},
+    "model.pre_norm=true": {"fit", "demo", "strategies"},
     "model.dropout=0.0": {"fit", "demo"},
-    "memory.mem_len=64": set(COMMANDS) - {"data"},
-    "data.path=null": {"fit", "eval", "data", "demo"},
-    "data.segment_len=64": {"fit", "eval", "generate", "demo"},
-    "data.batch_size=16": {"fit", "eval", "demo"},
-    "eval.segment_len=null": {"fit", "eval", "demo"},
-    "optim.lr=0.00025": {"fit", "demo"},
-    "trainer.max_steps=1000": {"fit", "demo"},
-    "trainer.precision=auto": {"fit", "eval", "demo"},
-    "trainer.accelerator=auto": {"fit", "eval", "generate", "demo"},
-    "callbacks.progress_bar.refresh_per_second=4.0": {"fit", "eval", "demo"},
+    "memory.mem_len=": set(COMMANDS) - {"data"},
+    "memory.mem_len=64": {"fit", "demo", "strategies"},
+    "data.path=": {"fit", "eval", "data", "demo"},
+    "data.path=null": {"fit", "data", "demo"},
+    "{file,line,blank_line}": {"fit", "eval", "data", "demo"},
+    "data.segment_len=": {"fit", "eval", "generate", "demo"},
+    "data.segment_len=64": {"fit", "demo"},
+    "data.batch_size=": {"fit", "eval", "demo"},
+    "eval.segment_len=": {"fit", "eval", "demo"},
+    "optim.lr=0.002": {"fit", "demo"},
+    "optim.clip=1.0": {"fit", "demo"},
+    "optim.warmup_steps=50": {"fit", "demo"},
+    "{cosine,constant}": {"fit", "demo"},
+    "trainer.max_steps=1700": {"fit", "demo"},
+    "logger.tensorboard=true": {"fit", "demo"},
+    "{train,valid,test}": {"eval"},
+    "trainer.precision=": {"fit", "eval", "demo"},
+    "trainer.accelerator=": {"fit", "eval", "generate", "demo"},
+    "{auto,cpu,cuda,gpu,mps}": {"fit", "eval", "generate", "demo"},
+    "callbacks.progress_bar.refresh_per_second=": {"fit", "eval", "demo"},
+    "callbacks.progress_bar.refresh_per_second=4.0": {"fit", "demo"},
+    "keys without a value stay as the checkpoint has them": {"eval", "generate"},
     "callbacks.text_samples.tokens=128": {"fit", "demo"},
 }
 """What the help says, and of which commands."""
@@ -104,9 +129,22 @@ def test_help_of_a_command_lists_every_key_it_reads(
     monkeypatch.setenv("COLUMNS", "200")
     assert main([command, "-h"]) == 0
     out = capsys.readouterr().out
+    assert out.splitlines()[1].startswith(f"Values shown: those of a plain txl {command}")
     assert {word for word in LISTED if word in out} == {
         word for word, commands in LISTED.items() if command in commands
     }
+
+
+def test_help_shows_what_a_plain_fit_runs_with(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["fit", "--help"]) == 0
+    shown = dict(re.findall(r"^  ([\w.]+)=(\S*) ", capsys.readouterr().out, flags=re.MULTILINE))
+    for section, schema in SECTIONS.items():
+        values = getattr(load(), section).to_dict()
+        wanted = {f"{section}.{name}": yaml_text(values[name]) for name in names(schema)}
+        assert {key: value for key, value in shown.items() if key.startswith(f"{section}.")} == wanted
 
 
 def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -298,6 +336,10 @@ def test_a_job_that_fails_in_another_process_counts(fake: Fake) -> None:
     assert main(["strategies"]) == 1
 
 
+def test_no_code_promises_to_go_on() -> None:
+    assert exit_codes.MEANINGS[75] == "stopped by SIGTERM or SIGUSR1 after saving"
+
+
 def test_codes_are_ranked() -> None:
     assert exit_codes.worst([]) == exit_codes.worst([0, 0]) == 0
     assert exit_codes.worst([0, 2]) == 2
@@ -376,6 +418,7 @@ def test_strategies_shows_every_memory(capsys: pytest.CaptureFixture[str], tmp_p
     assert rows["none"]["state_bytes_per_lane"] == 0
     printed = capsys.readouterr().out
     assert "arXiv:1901.02860" in printed and "200 KiB" in printed
+    assert "layers=all" in printed and "parts=[{name: cache" in printed  # as they are typed
 
 
 TINY = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from txl_lightning import registry
 from txl_lightning.compose import compose, expand
-from txl_lightning.config import Config, ConfigError, MemoryConfig, build_section, key, load
+from txl_lightning.config import Config, ConfigError, MemoryConfig, OptimConfig, build_section, key, load
 from txl_lightning.keys import names
 from txl_lightning.memory.base import MemoryPlan
 from txl_lightning.options import EvalOptions, GenerateOptions
@@ -155,6 +156,15 @@ def test_a_folder_of_ones_own_options(tmp_path: Path) -> None:
     assert load(["model=wide"], config_dir=folder).model.d_model == 512
 
 
+def test_the_experiment_that_contributing_shows(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parent.parent / "CONTRIBUTING.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    config, plain = load(["experiment=mine"], config_dir=write_option(tmp_path, "experiment/mine", text)), load()
+    assert (config.experiment, config.memory.name, config.trainer.max_steps) == ("mine", "mix", 5000)
+    assert (config.optim, config.trainer.val_check_interval) == (plain.optim, plain.trainer.val_check_interval)
+    assert plain.optim != OptimConfig()
+
+
 def test_what_an_experiment_sets_for_a_replaced_memory_is_dropped(tmp_path: Path) -> None:
     folder = write_option(tmp_path, "experiment/mine", EXPERIMENT)
     config = load(["experiment=mine", "memory=none", "callbacks=memory_monitor"], config_dir=folder)
@@ -239,6 +249,17 @@ def test_a_stored_configuration_changes_only_where_typed() -> None:
         resume("memory=none", "memory.mem_len=3")
     with pytest.raises(ConfigError, match=r"^experiment=default: the checkpoint's own configuration is used"):
         resume("experiment=default")
+
+
+def test_a_key_of_a_part_of_a_stored_mix_names_the_parts() -> None:
+    parts = "[{name: cache, layers: [0]}, {name: none}, {name: cache, layers: [1], mem_len: 7}]"
+    stored = load(["memory=mix", f"memory.parts={parts}"]).to_dict()
+    cure = "[{name: cache, layers: [0], mem_len: 256}, {name: none}, {name: cache, layers: [1], mem_len: 256}]"
+    with pytest.raises(ConfigError) as refused:
+        compose(["memory.mem_len=256"], command="eval", stored=stored)
+    said = f"memory.mem_len=256: memory=mix has no such key; set it in the parts: 'memory.parts={cure}'"
+    assert str(refused.value).replace(",1", ", 1").replace(",{", ", {") == said
+    compose([f"memory.parts={cure}"], command="eval", stored=stored)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,11 +43,14 @@ def test_readme_commands_run_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path / "book.txt")
     commands = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("txl ")]
-    assert [shlex.split(line)[1] for line in commands] == ["fit", "eval", "generate"]
+    assert [shlex.split(line)[1] for line in commands] == ["fit", "eval", "generate", "fit"]
     for line in commands:
         _, command, *arguments = shlex.split(line)
         if command == "fit":
-            arguments = [item.replace("max_steps=2000", "max_steps=4") for item in arguments] + QUICK
+            short = [item for item in arguments if "trainer." not in item]
+            arguments = [*QUICK, "trainer.max_steps=4", "data=text", "data.path=book.txt", *short]
+            if "memory=mix" in arguments:
+                arguments.append("model.n_layer=4")
         assert cli.main([command, *arguments]) == 0, line
     assert (tmp_path / "runs" / "book" / "result.json").exists()  # where tensorboard is pointed
     assert "Once upon a time" in capsys.readouterr().out
@@ -63,7 +66,7 @@ def test_readme_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     write_corpus(tmp_path / "book.txt")
     (source,) = blocks("python")
     quick = [*QUICK, "data=text", "data.path=book.txt"]
-    shorter = source.replace("load([", f"load([*{quick!r}, ").replace("200", "4").replace("50", "2")
+    shorter = source.replace("load([", f"load([*{quick!r}, ").replace("200", "4").replace("100", "2")
     names: dict[str, Any] = {}
     exec(shorter, names)
     assert names["trainer"].global_step == 4

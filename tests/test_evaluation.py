@@ -69,6 +69,12 @@ def test_short_split_uses_fewer_lanes(tmp_path: Path) -> None:
     assert found.scores["loss"] == pytest.approx(total / (stream.shape[1] - 1), rel=1e-5)
 
 
+def test_segments_longer_than_the_split_cost_no_padding(tmp_path: Path) -> None:
+    long = tiny_config(tmp_path, "eval.segment_len=1000000000", "eval.batch_size=1")
+    model = model_of(long)
+    assert evaluate(long, model, split="test").scores["loss"] == pytest.approx(one_pass(model, long), abs=1e-5)
+
+
 def test_no_memory_is_the_same_said_in_two_ways(tmp_path: Path) -> None:
     zero = tiny_config(tmp_path, "memory.mem_len=0", "eval.segment_len=8")
     none = tiny_config(tmp_path, "memory=none", "eval.segment_len=8")

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CURE = "git config core.symlinks true && git checkout -- txl_lightning"
-LINE = f"error: txl_lightning/callbacks=a text file: must be a link to the folder callbacks/; run '{CURE}'"
+LINE = f"error: txl_lightning/callbacks=a text file: this clone has no symbolic links; run '{CURE}'"
 
 
 def walk(folder: Path) -> Iterator[Path]:
@@ -120,7 +120,7 @@ def test_importing_a_clone_without_links_stops_with_one_line(clones: tuple[Path,
     assert (done.returncode, done.stdout, done.stderr) == (2, "", LINE + "\n")
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "check", "clean"])
+@pytest.mark.parametrize("target", ["demo", "test", "check", "format"])
 def test_make_in_a_clone_without_links_stops_with_one_line(target: str, clones: tuple[Path, Path]) -> None:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
@@ -128,6 +128,37 @@ def test_make_in_a_clone_without_links_stops_with_one_line(target: str, clones: 
     assert (done.returncode, done.stdout) == (2, "")
     assert [line.partition("*** ")[2] for line in done.stderr.splitlines()] == [f"{LINE}.  Stop."]
     assert not (clones[0] / ".venv").exists()
+
+
+def test_make_in_a_clone_without_links_still_helps_and_cleans(clones: tuple[Path, Path], tmp_path: Path) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    clone = tmp_path / "clone"
+    shutil.copytree(clones[0], clone)
+    for folder in ("build", "tests"):
+        (clone / folder).mkdir()
+    for target in ([], ["help"], ["clean"]):
+        done = call("make", *target, cwd=clone)
+        assert (done.returncode, done.stderr) == (0, ""), target
+    assert not (clone / "build").exists() and (clone / "txl_lightning/callbacks").is_file()
+
+
+def test_make_check_runs_every_check_and_fails_at_the_end(tmp_path: Path) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    project = copy_project(tmp_path / "project")
+    (project / "requirements").mkdir()
+    (project / "requirements/constraints.txt").touch()
+    bin_folder = project / ".venv/bin"
+    bin_folder.mkdir(parents=True)
+    for name, code in (("python", 0), ("ruff", 1), ("mypy", 0)):
+        (bin_folder / name).write_text(f"#!/bin/sh\necho {name} $*\nexit {code}\n")
+        (bin_folder / name).chmod(0o755)
+    (project / ".venv/installed-dev").touch()
+    done = call("make", "check", cwd=project)
+    assert (done.returncode, done.stdout) == (2, "ruff check .\nruff format --check .\nmypy\n"), done.stderr
+    (bin_folder / "ruff").write_text("#!/bin/sh\n")
+    assert call("make", "check", cwd=project).returncode == 0
 
 
 def test_building_a_clone_without_links_stops_with_one_line(clones: tuple[Path, Path], tmp_path: Path) -> None:

@@ -97,8 +97,10 @@ WRONG_TYPES = [
 ]
 
 IMPOSSIBLE_VALUES = [
-    ("fit model.n_layer=0", "model.n_layer=0: must be >= 1; number of layers"),
+    ("fit model.n_layer=0", "model.n_layer=0: must be >= 1; choose a value >= 1: number of layers\n"),
     ("fit model.d_model=7", "model.d_model=7: must be even"),
+    ("fit model.dropout=2", "model.dropout=2: must be <= 0.99; choose a value >= 0 and <= 0.99: dropout on embeddings"),
+    ("fit optim.eps=0", "optim.eps=0: must be > 0; choose a value > 0: added to the denominator of the update\n"),
     ("fit model.attention=quick", "model.attention=quick: no such choice; "),
     ("fit model.vocab_size=300", "model.vocab_size=300: the data has 257 symbols"),
     ("fit memory.mem_len=-1", "memory.mem_len=-1: must be >= 0; "),
@@ -178,6 +180,15 @@ CONTRADICTIONS = [
         "memory.mem_len=64: memory=none has no such key; leave it out or choose memory=cache",
     ),
     ("fit memory.parts=[]", "memory.parts=[]: memory=cache has no such key; leave it out or choose memory=mix"),
+    (
+        "fit memory=mix memory.mem_len=256",
+        "memory.mem_len=256: memory=mix has no such key; set it in the parts: "
+        "'memory.parts=[{name: cache, layers: all, mem_len: 256}]'\n",
+    ),
+    (
+        "fit memory=mix memory.parts=[{name: cache}] memory.mem_len=256",
+        "memory.mem_len=256: memory=mix has no such key; set mem_len in memory.parts\n",
+    ),
     ("fit -m memory=cache,none memory.mem_len=64", "memory.mem_len=64: memory=none has no such key; "),
     ("fit memory=none memory.name=cache", "memory.name=cache: contradicts memory=none; keep one of them"),
     ("fit data.path=x", "data.path=x: data=stdlib has no such key; leave it out or choose data=text"),
@@ -245,7 +256,7 @@ UNREAD = [
 ]
 
 FORMS = [
-    ("", "command=: is missing; choose one of fit, "),
+    ("-m", "command=: is missing; choose one of fit, "),
     ("memory=none", "command=: is missing; write txl fit memory=none"),
     ("fti", "command=fti: no such command; did you mean fit?"),
     ("compress", "command=compress: no such command; "),

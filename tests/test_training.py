@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from tests.tiny import tiny_config, train
+from tests.tiny import tiny_config, train, write_corpus
 from txl_lightning import TextDataModule, TransformerXLModule, load_checkpoint
 from txl_lightning.commands import fit as fit_command
 from txl_lightning.config import Config, ConfigError
@@ -157,11 +157,38 @@ def test_non_finite_loss_stops_after_saving(tmp_path: Path, monkeypatch: pytest.
         return out
 
     monkeypatch.setattr(TransformerXLModule, "_step", poisoned)
-    with pytest.raises(NonFiniteLoss, match=r"step 3, lanes \[2\].*lower optim.lr"):
+    said = r"step 3, lanes \[2\]: the weights before this step are saved; lower optim.lr=0.003, .*lower optim.clip="
+    with pytest.raises(NonFiniteLoss, match=said):
         fit_command.fit(config)
     saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["global_step"] == 3
     assert all(weight.isfinite().all() for weight in saved["state_dict"].values())
+
+
+def test_a_non_finite_gradient_stops_before_it_ruins_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = TransformerXLModule.on_after_backward
+
+    def poisoned(self: Any) -> None:
+        original(self)
+        if self.trainer.global_step == 3:
+            self.model.softmax.bias.grad[0] = float("nan")
+
+    monkeypatch.setattr(TransformerXLModule, "on_after_backward", poisoned)
+    with pytest.raises(NonFiniteLoss, match="gradient is not finite at step 3: the weights before this step are saved"):
+        fit_command.fit(tiny_config(tmp_path))
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 3
+    assert all(weight.isfinite().all() for weight in saved["state_dict"].values())
+
+
+def test_ruined_weights_are_not_saved(tmp_path: Path) -> None:
+    config = tiny_config(
+        tmp_path, "optim.lr=1e30", "optim.clip=0", "optim.warmup_steps=0", "trainer.save_every_steps=1"
+    )
+    with pytest.raises(NonFiniteLoss, match=r"at step \d+, lanes .*set optim.clip=0.25"):
+        fit_command.fit(config)
 
 
 def test_loss_weighs_targets_not_lanes(tmp_path: Path) -> None:
@@ -301,6 +328,16 @@ def test_a_second_fit_goes_on_where_the_first_ended(tmp_path: Path) -> None:
     for _ in range(2):
         build_trainer(config, callbacks=[Positions()]).fit(module, TextDataModule(config))
     assert positions == [(segment, bool(segment % 2)) for segment in range(24)]
+
+
+def test_other_text_is_not_read_with_the_memory_of_the_first(tmp_path: Path) -> None:
+    module = TransformerXLModule(config := tiny_config(tmp_path, "trainer.max_steps=2"))
+    build_trainer(config).fit(module, TextDataModule(config))
+    (tmp_path / "other").mkdir()
+    write_corpus(tmp_path / "other" / "corpus.txt", seed=1)
+    other = TextDataModule(tiny_config(tmp_path / "other", "trainer.max_steps=2"))
+    with pytest.raises(ConfigError, match="is not what these lanes have read"):
+        build_trainer(config).fit(module, other)
 
 
 def test_lightning_s_own_clipping_is_refused(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ def broken_link() -> str | None:
     for name in LINKS:
         path = Path(__file__).parent / name
         if not path.is_dir():
-            value = "a text file" if path.is_file() else "missing"
-            return f"error: txl_lightning/{name}={value}: must be a link to the folder {name}/; run '{CURE}'"
+            rule = f"must be a link to the folder {name}/"
+            value, rule = ("a text file", "this clone has no symbolic links") if path.is_file() else ("missing", rule)
+            return f"error: txl_lightning/{name}={value}: {rule}; run '{CURE}'"
     return None
 
 

@@ -43,9 +43,22 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     except Exception as error:  # on garbage the restricted unpickler fails in any way
         rule = f"{file.name} is damaged, or holds more than numbers and would run code on loading"
         raise ConfigError("ckpt", path, rule, "give a checkpoint that txl fit wrote") from error
-    if not isinstance(saved, dict) or "txl_lightning" not in saved or "state_dict" not in saved:
+    if not _is_ours(saved):
         raise ConfigError("ckpt", path, f"{file.name} is not a txl_lightning checkpoint", "give one that txl fit wrote")
     return saved
+
+
+def _is_ours(saved: Any) -> bool:
+    """Whether a loaded file has the parts that every checkpoint of ours has."""
+    own = saved.get("txl_lightning") if isinstance(saved, dict) else None
+    weights = saved.get("state_dict") if isinstance(saved, dict) else None
+    return (
+        isinstance(own, dict)
+        and isinstance(own.get("config"), dict)
+        and "data_fingerprint" in own
+        and isinstance(weights, dict)
+        and all(isinstance(weight, torch.Tensor) for weight in weights.values())
+    )
 
 
 def read_config(path: str) -> dict[str, Any]:

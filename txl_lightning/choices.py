@@ -8,9 +8,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from txl_lightning.errors import ConfigError, suggest
+from txl_lightning.errors import ConfigError, suggest, yaml_text
 from txl_lightning.keys import GROUPS, PLUGGED, SEVERAL, names, plugged_keys, takes_list
-from txl_lightning.overrides import Typed, check_value, chosen
+from txl_lightning.overrides import Typed, check_value, chosen, parse
 
 CONFIG_PACKAGE = "txl_lightning.configs"
 
@@ -89,9 +89,27 @@ def check_plugged(typed: Sequence[Typed], outline: Mapping[str, Any]) -> None:
             continue
         owners = [f"{item.head}={part}" for part in registry.names() if tail in names(registry.get(part).config)]
         if owners:
-            raise item.refuse(f"{item.head}={name} has no such key", f"leave it out or choose {' or '.join(owners)}")
+            cure = _cure_in_parts(item, typed, outline) or f"leave it out or choose {' or '.join(owners)}"
+            raise item.refuse(f"{item.head}={name} has no such key", cure)
         known = [key for key in plugged_keys() if key.startswith(f"{item.head}.")]
         raise item.refuse("no such key", suggest(item.key, known))
+
+
+def _cure_in_parts(item: Typed, typed: Sequence[Typed], outline: Mapping[str, Any]) -> str | None:
+    """How to set a key of a memory's parts, if it has parts with such a key."""
+    parts, tail = outline[item.head].get("parts") or (), item.key.partition(".")[2]
+    if item.head != "memory" or not any(_has_key(part, tail) for part in parts):
+        return None
+    if any(other.key == "memory.parts" for other in typed):
+        return f"set {tail} in memory.parts"
+    value = parse(item).value()
+    changed = [{**part, tail: value} if _has_key(part, tail) else part for part in parts]
+    return f"set it in the parts: 'memory.parts={yaml_text(changed)}'"
+
+
+def _has_key(part: Any, name: str) -> bool:
+    """Whether a part of a mix is a strategy with that key."""
+    return isinstance(part, Mapping) and name in names(PLUGGED["memory"].get(str(part.get("name"))).config)
 
 
 def _check_callback(item: Typed, on: Mapping[str, Any]) -> None:

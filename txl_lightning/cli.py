@@ -15,12 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from txl_lightning.arguments import Arguments, take_apart
 from txl_lightning.errors import ConfigError, suggest
-from txl_lightning.exit_codes import DONE, FAILED, INTERRUPTED
+from txl_lightning.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED
 from txl_lightning.options import COMMANDS
 
 if TYPE_CHECKING:
     from txl_lightning.config import Config, Options
     from txl_lightning.jobs import Request
+
+
+def _share_cores() -> None:
+    """Let torch's threads give way soon when they wait for one another (read when torch is loaded).
+
+    By default they keep their cores busy, and training crawls as soon as anything else wants one of them.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name; None: those of this process.
     """
+    _share_cores()
     try:
         return _dispatch(take_apart(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
@@ -61,6 +71,11 @@ def _dispatch(arguments: Arguments) -> int:
 
         show_command_help(arguments.command, config_dir) if arguments.words else show_help(config_dir)
         return DONE
+    if not arguments.words and not set(flags) - {"--config-dir"}:
+        from txl_lightning.help import show_help
+
+        show_help(config_dir, stderr=True)
+        return REFUSED
     return _execute(arguments, config_dir)
 
 

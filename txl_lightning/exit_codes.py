@@ -14,7 +14,7 @@ MEANINGS = {
     DONE: "done",
     FAILED: "failed while running",
     REFUSED: "refused: one line says which key, why and what to do; nothing was written (TXL_DEBUG=1: traceback)",
-    REQUEUE: "stopped by SIGTERM or SIGUSR1 after saving: start it again",
+    REQUEUE: "stopped by SIGTERM or SIGUSR1 after saving",
     INTERRUPTED: "interrupted with Ctrl-C after saving",
 }
 

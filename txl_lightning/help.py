@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from txl_lightning.arguments import FLAGS
 from txl_lightning.choices import option_files
+from txl_lightning.compose import compose
 from txl_lightning.config import SECTIONS, Config
 from txl_lightning.errors import yaml_text
 from txl_lightning.exit_codes import MEANINGS
@@ -34,29 +36,50 @@ def _version(name: str) -> str:
         return "(not installed)"
 
 
-def show_help(config_dir: str | None = None) -> None:
+def show_help(config_dir: str | None = None, *, stderr: bool = False) -> None:
     """Commands, groups with their options, flags and exit codes."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr=stderr)
     console.print("[bold]txl COMMAND[/bold] KEY=VALUE ...    for example: txl fit memory=cache trainer.max_steps=500\n")
     _print(console, "Commands", ((name, command.summary) for name, command in COMMANDS.items()))
     _print(console, "Groups", _groups(GROUPS, config_dir))
     _print(console, "Flags", _flags())
     _print(console, "Exit codes", ((str(code), meaning) for code, meaning in MEANINGS.items()))
-    console.print("txl COMMAND --help lists its keys with their defaults.")
+    console.print("txl COMMAND --help lists its keys with values, choices and meaning.")
 
 
 def show_command_help(name: str, config_dir: str | None = None) -> None:
-    """Every key that a command reads, with its default and meaning."""
+    """Every key that a command reads, with its choices, its meaning and what a plain `txl COMMAND` sets it to."""
     console, command = Console(highlight=False), COMMANDS[name]
     action = " prepare|inspect" if name == "data" else ""
-    console.print(f"[bold]txl {name}{action}[/bold] KEY=VALUE ...    {command.summary}\n")
+    console.print(f"[bold]txl {name}{action}[/bold] KEY=VALUE ...    {command.summary}")
+    plain = _plain_values(name, config_dir)
+    kept = "; keys without a value stay as the checkpoint has them" if "ckpt" in plain else ""
+    console.print(f"Values shown: those of a plain txl {name}{kept}. Choices: {{A,B}}.\n", markup=False)
     own = [key for key in own_keys(name) if key != "action"]
     schemas = {item.name: item for schema in (Config, command.options) for item in dataclasses.fields(schema)}
-    _print(console, "Keys", [_row(key, schemas[key]) for key in own])
+    _print(console, "Keys", [_row(key, schemas[key], plain) for key in own])
     _print(console, "Groups", _groups(filter(command.reads, GROUPS), config_dir))
     for title, path, schema in _sections():
-        _print(console, title, _keys(path, schema, command))
-    console.print(f"These are the defaults before options and experiments: txl {name} --cfg job prints what applies.")
+        _print(console, title, _keys(path, schema, command, _values_at(title, plain, schema)))
+
+
+def _plain_values(name: str, config_dir: str | None) -> dict[str, Any]:
+    """What the command runs with if nothing is typed; its own options only, if the rest comes from a checkpoint."""
+    options = COMMANDS[name].options().to_dict()
+    return options if "ckpt" in options else compose([], config_dir=config_dir, command=name)
+
+
+def _values_at(title: str, plain: Mapping[str, Any], schema: type) -> Mapping[str, Any]:
+    """The values of one section; those of a memory, corpus or callback that is not chosen are its defaults."""
+    if "ckpt" in plain:
+        return {}
+    kind, _, name = title.partition("=")
+    section = plain[kind]
+    if kind == "callbacks":
+        section = section.get(name)
+    elif name and section["name"] != name:
+        section = None
+    return schema().to_dict() if section is None else section
 
 
 def _sections() -> Iterator[tuple[str, str, type]]:
@@ -69,18 +92,18 @@ def _sections() -> Iterator[tuple[str, str, type]]:
             yield f"{kind}={name}", path, registry.get(name).config
 
 
-def _keys(path: str, schema: type, command: Command) -> Iterator[tuple[str, str]]:
+def _keys(path: str, schema: type, command: Command, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for item in dataclasses.fields(schema):
         chosen_by_group = item.name == "name" and path not in ("optim.", "strategy.")
         if command.reads(f"{path}{item.name}") and not chosen_by_group:
-            yield _row(f"{path}{item.name}", item)
+            yield _row(f"{path}{item.name}", item, values)
 
 
-def _row(key: str, item: dataclasses.Field[object]) -> tuple[str, str]:
-    default = item.default if item.default is not dataclasses.MISSING else None
-    if callable(item.default_factory):
-        default = item.default_factory()
-    return f"{key}={yaml_text(default)}", str(item.metadata.get("help", ""))
+def _row(key: str, item: dataclasses.Field[Any], values: Mapping[str, Any]) -> tuple[str, str]:
+    """KEY=VALUE, or KEY= where no value is known; and the help, with the choices if there are any."""
+    value = yaml_text(values[item.name]) if item.name in values else ""
+    choices = f" {{{','.join(map(yaml_text, item.metadata['choices']))}}}" if "choices" in item.metadata else ""
+    return f"{key}={value}", f"{item.metadata.get('help', '')}{choices}"
 
 
 def _flags() -> Iterator[tuple[str, str]]:

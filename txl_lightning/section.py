@@ -66,13 +66,20 @@ class Section:
             if isinstance(number, bool) or not isinstance(number, (int, float)):
                 continue
             if "minimum" in rules and number < rules["minimum"]:
-                raise self.refuse(item.name, f"must be >= {rules['minimum']}", rules["help"])
+                raise self.refuse(item.name, f"must be >= {rules['minimum']}", _range_cure(rules))
             if "above" in rules and number <= rules["above"]:
-                raise self.refuse(item.name, f"must be > {rules['above']}", rules["help"])
+                raise self.refuse(item.name, f"must be > {rules['above']}", _range_cure(rules))
             if "maximum" in rules and number > rules["maximum"]:
-                raise self.refuse(item.name, f"must be <= {rules['maximum']}", rules["help"])
+                raise self.refuse(item.name, f"must be <= {rules['maximum']}", _range_cure(rules))
         if "choices" in rules and value not in rules["choices"]:
             raise self.refuse(item.name, "no such choice", suggest(str(value), map(str, rules["choices"])))
+
+
+def _range_cure(rules: Mapping[str, Any]) -> str:
+    """What to choose: the whole range, and what the key is for."""
+    signs = {"minimum": ">=", "above": ">", "maximum": "<="}
+    limits = " and ".join(f"{sign} {rules[name]}" for name, sign in signs.items() if name in rules)
+    return f"choose a value {limits}: {rules['help']}"
 
 
 def _plain(value: Any) -> Any:

@@ -37,9 +37,9 @@ def run(config: Config, options: Options) -> None:
     """Train, evaluate the test split twice, sample, and say where to look."""
     stop = GracefulStop()
     fitted = fit_command.fit(config, stop=stop)
+    fit_command.show_result(fitted)
     if stop.exit_code:
         sys.exit(stop.exit_code)
-    fit_command.show_result(fitted)
     run_dir = str(fitted.run_dir)
     without = replace(config, memory=replace(config.memory, mem_len=0))  # type: ignore[call-arg]
     with stop.listening():

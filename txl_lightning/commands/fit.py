@@ -19,10 +19,11 @@ from txl_lightning.checkpoints import FOLDER, LAST
 from txl_lightning.commands.dry_run import show_needs
 from txl_lightning.config import Config, Options
 from txl_lightning.data.store import survey
+from txl_lightning.exit_codes import FAILED
 from txl_lightning.training.checkpointing import checkpoint_callbacks, keep_if_best
 from txl_lightning.training.datamodule import TextDataModule
-from txl_lightning.training.module import TransformerXLModule
-from txl_lightning.training.run_folder import RESULT, refuse_used_folder, write_facts, write_json
+from txl_lightning.training.module import NonFiniteLoss, TransformerXLModule
+from txl_lightning.training.run_folder import RESULT, forget_facts, refuse_used_folder, write_facts, write_json
 from txl_lightning.training.stopping import GracefulStop, Stopped
 from txl_lightning.training.trainer import build_loggers, build_trainer, check_devices
 
@@ -55,7 +56,11 @@ def run(config: Config, options: Options) -> None:
         show_needs(config)
         return
     stop = GracefulStop()
-    fitted = fit(config, stop=stop)
+    try:
+        fitted = fit(config, stop=stop)
+    except NonFiniteLoss as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(FAILED)
     if fitted.module.trainer.is_global_zero:
         show_result(fitted)
     if stop.exit_code:
@@ -71,11 +76,12 @@ def fit(config: Config, *, stop: GracefulStop | None = None) -> Fitted:
     data = TextDataModule(config)
     module = TransformerXLModule(config)
     trainer = build_trainer(config, callbacks=_callbacks(config, data, stop), loggers=build_loggers(config, run_dir))
-    if trainer.is_global_zero:
-        write_facts(run_dir, config, data.data.meta)
-    for logger in trainer.loggers:
-        logger.log_hyperparams(config.to_dict())
     with stop.listening(), suppress(Stopped):  # a stop during validation: `last` is written already
+        if trainer.is_global_zero:
+            write_facts(run_dir, config, data.data.meta)
+            print(f"run folder {run_dir}", flush=True)
+        for logger in trainer.loggers:
+            logger.log_hyperparams(config.to_dict())
         trainer.fit(module, datamodule=data)
         trainer.save_checkpoint(run_dir / FOLDER / LAST)
         if "valid" in data.data.splits and stop.received is None and module.validated_at != trainer.global_step:
@@ -83,7 +89,9 @@ def fit(config: Config, *, stop: GracefulStop | None = None) -> Fitted:
             module.validated_at = trainer.global_step
             keep_if_best(trainer, loss=module.scores["val"]["loss"])
     result = {**_result(module, data), "stopped_by": stop.name}
-    if trainer.is_global_zero:
+    if trainer.is_global_zero and not trainer.global_step:
+        forget_facts(run_dir)  # nothing was trained: the same command may be given again
+    elif trainer.is_global_zero:
         write_json(run_dir / RESULT, result)
         _log_final(trainer, config, result)
     return Fitted(run_dir=run_dir, module=module, result=result)
@@ -91,16 +99,19 @@ def fit(config: Config, *, stop: GracefulStop | None = None) -> Fitted:
 
 def show_result(fitted: Fitted) -> None:
     """Print the closing table."""
-    result, table = fitted.result, Table(title="training finished", show_header=False)
-    table.add_row("optimizer steps", f"{result['steps']:,}")
+    result, planned = fitted.result, fitted.module.config.trainer.max_steps
+    stopped = f"stopped by {result['stopped_by']}" if result["stopped_by"] else "training finished"
+    table = Table(title=stopped, show_header=False)
+    table.add_row("optimizer steps", f"{result['steps']:,} of {planned:,}")
     table.add_row("parameters", f"{result['parameters']:,}")
     for stage in ("train", "val"):
         for name, value in result.get(stage, {}).items():
             table.add_row(f"{stage}/{name}", f"{value:.4f}")
     table.add_row("trained", f"{result['tokens']:,} tokens in {result['train_seconds']:.1f} s")
     table.add_row("speed", f"{result['tokens_per_second']:,.0f} tokens/s")
-    table.add_row("run folder", str(fitted.run_dir))
     Console().print(table)
+    if result["steps"]:
+        print(f"checkpoint {fitted.run_dir / FOLDER / LAST}")
 
 
 def _callbacks(config: Config, data: TextDataModule, stop: GracefulStop) -> list[L.Callback]:

@@ -51,11 +51,15 @@ def run(config: Config, options: GenerateOptions) -> None:
     stream(session.sample(options.tokens, rule=rule, generator=generator))
 
 
+CONTROL = dict.fromkeys([*range(9), *range(11, 32), 127], "\ufffd")
+"""Characters that would make the terminal do something instead of showing something."""
+
+
 def stream(tokens: Iterable[int]) -> None:
     """Write tokens to standard output as they come; characters of several bytes appear when they are whole."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in tokens:
-        sys.stdout.write(printable(decoder.decode(ByteVocab().to_bytes([token]))))
+        sys.stdout.write(printable(decoder.decode(ByteVocab().to_bytes([token]))).translate(CONTROL))
         sys.stdout.flush()
     sys.stdout.write(printable(decoder.decode(b"", final=True)) + "\n")
 

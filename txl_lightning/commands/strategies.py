@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from rich.table import Table
 
 from txl_lightning.commands.output import bytes_in_words, check_out, write_out
 from txl_lightning.config import Config, ModelConfig
-from txl_lightning.errors import ConfigError
+from txl_lightning.errors import ConfigError, yaml_text
 from txl_lightning.options import StrategiesOptions
 from txl_lightning.registry import Entry, memories
 from txl_lightning.types import n_byte
@@ -27,12 +26,12 @@ def run(config: Config, options: StrategiesOptions) -> None:
     rows = [describe(memories.get(name), config) for name in memories.names()]
     table = Table("name", "keys", "paper", "state per lane", title="memory strategies")
     for row in rows:
-        keys = "\n".join(f"{name}={json.dumps(value)}" for name, value in row["keys"].items())
+        keys = "\n".join(f"{name}={yaml_text(value)}" for name, value in row["keys"].items())
         size = row["state_bytes_per_lane"]
         fits = "does not fit this model" if size is None else bytes_in_words(size)
         table.add_row(row["name"], keys, row["paper"], fits)
     console = Console()
-    console.print(table)
+    console.print(table, markup=False)
     console.print(f"state: float32 while training, {config.model.n_layer} layers of width {config.model.d_model}")
     write_out(options.out, rows)
 

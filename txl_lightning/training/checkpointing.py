@@ -1,16 +1,50 @@
-"""Which checkpoints a run keeps: `best` by validation loss and `last`."""
+"""Which checkpoints a run keeps, `best` by validation loss and `last`, and how they get to disk whole."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as L
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
 from txl_lightning.checkpoints import BEST, FOLDER, LAST
 from txl_lightning.training.module import NonFiniteLoss
 from txl_lightning.training.stopping import Stopped, StoppedNow
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Writes a checkpoint beside its place, syncs it and renames it: the file is the old or the new one, never a part.
+
+    Lightning's own way goes through a temporary file that may be on another file system, where renaming is copying.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.part")
+        try:
+            with part.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+        _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def checkpoint_callbacks(run_dir: Path, *, save_every_steps: int, has_valid: bool) -> list[L.Callback]:
@@ -53,7 +87,8 @@ def _one_file(folder: Path, name: str, **when: object) -> ModelCheckpoint:
 class SaveOnError(L.Callback):
     """Writes `last` when training ends by an error or by a stop during validation, if it can be done safely.
 
-    With several ranks only if all of them fail together: one that fails alone would wait for the others.
+    With several ranks only if all of them fail together: one that fails alone would wait for the others. Never over a
+    good checkpoint with weights that are ruined.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,5 +97,6 @@ class SaveOnError(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         together = trainer.world_size == 1 or isinstance(exception, (NonFiniteLoss, Stopped))
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        if fitting and together and trainer.global_step > 0 and not isinstance(exception, StoppedNow):
+        wanted = fitting and together and trainer.global_step > 0 and not isinstance(exception, StoppedNow)
+        if wanted and all(bool(weight.isfinite().all()) for weight in pl_module.parameters()):
             trainer.save_checkpoint(self.path)

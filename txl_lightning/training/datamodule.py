@@ -69,6 +69,7 @@ class TextDataModule(L.LightningDataModule):
 
     def _loader(self, split: str, *, lanes: int, used: int, segment_len: int, key: str) -> LaneLoader:
         tokens = self.data.require(split)
+        segment_len = min(segment_len, -(-(len(tokens) - 1) // used))  # longer than the longest lane is only padding
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
         return LaneLoader(
             tokens,

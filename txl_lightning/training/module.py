@@ -50,6 +50,9 @@ class TransformerXLModule(L.LightningModule):
         self._step_before = 0
         self._unstepped = -1  # optimizer steps made when the latest segment was read
         self._reported: dict[str, Tensor] = {}  # what the latest training step's memory said
+        self._curves: dict[str, Any] = {}  # figures of the point under way
+        self._grad_norm: Tensor | None = None
+        self._read_text: str | None = None  # fingerprint of what the lanes hold
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         out = self._step("train", batch)
@@ -76,6 +79,8 @@ class TransformerXLModule(L.LightningModule):
         self._unstepped = self.trainer.global_step
 
     def on_train_start(self) -> None:
+        self._demand_same_text(self._read_text, "these lanes have read")
+        self._read_text = self._fingerprint()
         self.lanes.seek(self.trainer.train_dataloader)
         self._unstepped = -1
         if self.trainer.global_rank > 0:  # else lanes of different ranks would share their dropout masks
@@ -95,8 +100,9 @@ class TransformerXLModule(L.LightningModule):
         self.clock.tokens += batch.n_target
         if self.logs_now():
             self._log_scores("train", self.train_loss)
-            self.log("optim/lr", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
-            self.log_dict({f"memory/{name}": value for name, value in self._reported.items()})
+            self.log_curves({f"memory/{name}": value for name, value in self._reported.items()})
+            self.log_curves({"optim/lr": self.optimizers().param_groups[0]["lr"], "optim/grad_norm": self._grad_norm})  # type: ignore[union-attr]
+            self._draw_point()
 
     def logs_now(self) -> bool:
         """Whether this batch ended an optimizer step at which curves get a point. For `on_train_batch_end` hooks."""
@@ -122,6 +128,7 @@ class TransformerXLModule(L.LightningModule):
             self.eval_loss.reset()
         else:
             self._log_scores("val", self.eval_loss)
+            self._draw_point()
         self.lanes.drop("sanity/")
         self.lanes.drop("val/")
 
@@ -146,8 +153,10 @@ class TransformerXLModule(L.LightningModule):
             cure = f"set optim.clip={gradient_clip_val} instead"
             raise ConfigError("Trainer.gradient_clip_val", gradient_clip_val, "is not read", cure)
         limit = self.config.optim.clip or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
-        self.log("optim/grad_norm", norm)
+        self._grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
+        # in fp16 the scaler skips such steps by itself
+        if not self._grad_norm.isfinite() and self.trainer.precision != "16-mixed":
+            raise NonFiniteLoss(f"gradient is not finite at step {self.trainer.global_step}: {self._cure()}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["txl_lightning"] = {
@@ -158,16 +167,32 @@ class TransformerXLModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint["txl_lightning"]
-        here, there = self._fingerprint(), saved["data_fingerprint"]
-        if here != there and None not in (here, there):
-            rule = f"is not what the checkpoint was trained on, {there}"
-            raise ConfigError("data.fingerprint", here, rule, "go on with the same text, vocabulary and Python")
+        if self._trainer is not None and self._trainer.state.fn == "fit":
+            self._demand_same_text(saved["data_fingerprint"], "the checkpoint was trained on")
         self.lanes.load_state_dict(saved["lanes"])
+
+    def _demand_same_text(self, there: str | None, what: str) -> None:
+        here = self._fingerprint()
+        if here != there and None not in (here, there):
+            rule = f"is not what {what}, {there}"
+            raise ConfigError("data.fingerprint", here, rule, "go on with the same text, vocabulary and Python")
 
     def _fingerprint(self) -> str | None:
         """Of the data that is read, if it comes from our data module."""
-        data = getattr(self.trainer, "datamodule", None)
+        data = getattr(self._trainer, "datamodule", None)
         return data.data.meta.fingerprint if isinstance(data, TextDataModule) else None
+
+    def log_curves(self, figures: dict[str, Any]) -> None:
+        """Add figures to the point of the curves that this step draws. For callbacks, where `logs_now` is true."""
+        self._curves.update(figures)
+        self.log_dict(figures, logger=False)  # for callbacks; the loggers get the point as a whole
+
+    def _draw_point(self) -> None:
+        """Hand the point to the loggers, at the number of optimizer steps made (lightning's own count starts at 0)."""
+        figures = {name: float(value) for name, value in self._curves.items()}
+        self._curves.clear()
+        for logger in self.trainer.loggers:
+            logger.log_metrics(figures, step=self.trainer.global_step)
 
     @rank_zero_only
     def log_text(self, tag: str, text: str) -> None:
@@ -203,8 +228,9 @@ class TransformerXLModule(L.LightningModule):
         metric.reset()
         self.scores[stage] = scores(loss, self.config.data.unit)
         figures = {f"{stage}/{name}": value for name, value in self.scores[stage].items()}
-        figures["step"] = float(self.trainer.global_step)  # lightning's own count of it starts at 0
-        self.log_dict(figures, sync_dist=stage != "train")  # the same on all ranks; lightning wants to be told
+        self._curves.update(figures)
+        # the same on all ranks; lightning wants to be told
+        self.log_dict(figures, logger=False, sync_dist=stage != "train")
 
     def _targets_of_step(self, batch: Batch) -> int:
         """Targets of all the segments that the batch's optimizer step sums over."""
@@ -222,9 +248,14 @@ class TransformerXLModule(L.LightningModule):
             return
         everywhere: Any = self.all_gather(bad_B)  # (ranks, B) or (B,)
         lanes = everywhere.flatten().nonzero().flatten().tolist()
-        step, lr = self.trainer.global_step, self.config.optim.lr
-        saved = "the weights before this step are saved" if step else "no step was made, so nothing is saved"
-        raise NonFiniteLoss(
-            f"loss is not finite at step {step}, lanes {lanes}: {saved}; lower optim.lr={lr}, raise optim.warmup_steps,"
-            " lower optim.clip, or use trainer.precision=32-true"
-        )
+        raise NonFiniteLoss(f"loss is not finite at step {self.trainer.global_step}, lanes {lanes}: {self._cure()}")
+
+    def _cure(self) -> str:
+        """What became of the weights, and what to change."""
+        sound = all(bool(weight.isfinite().all()) for weight in self.parameters())
+        kept = "the weights before this step are saved" if sound else "the weights are ruined and not saved"
+        kept = kept if self.trainer.global_step else "no step was made, so nothing is saved"
+        optim, precision = self.config.optim, str(self.trainer.precision)
+        clip = f"lower optim.clip={optim.clip}" if optim.clip else "set optim.clip=0.25"
+        full = "" if precision.startswith("32") else f", use trainer.precision=32-true instead of {precision}"
+        return f"{kept}; lower optim.lr={optim.lr}, raise optim.warmup_steps={optim.warmup_steps}, {clip}{full}"

@@ -22,6 +22,8 @@ PACKAGES = ("txl-lightning", "torch", "lightning", "torchmetrics", "hydra-core",
 
 def refuse_used_folder(run_dir: str | None) -> None:
     """A run never overwrites another. Raises ConfigError."""
+    if run_dir is not None and not run_dir.strip():
+        raise ConfigError("run_dir", run_dir, "names no folder", "leave it out or name one")
     if run_dir is not None and os.path.exists(os.path.join(os.path.expanduser(run_dir), CONFIG)):
         raise ConfigError("run_dir", run_dir, "the folder holds a run already", "name another folder")
 
@@ -41,6 +43,12 @@ def write_facts(run_dir: Path, config: Config, meta: Meta) -> None:
         "git": git_state(),
     }
     write_json(run_dir / FACTS, facts)
+
+
+def forget_facts(run_dir: Path) -> None:
+    """Take back `write_facts`."""
+    for name in (CONFIG, FACTS):
+        (run_dir / name).unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

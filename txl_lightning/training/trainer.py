@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 
 from txl_lightning.config import Config, ConfigError
+from txl_lightning.training.checkpointing import WholeFiles
 
 
 def build_trainer(config: Config, *, callbacks: Sequence[L.Callback] = (), loggers: Sequence[Logger] = ()) -> L.Trainer:
@@ -38,6 +39,7 @@ def build_trainer(config: Config, *, callbacks: Sequence[L.Callback] = (), logge
         detect_anomaly=keys.detect_anomaly,
         logger=list(loggers) or False,
         callbacks=list(callbacks),
+        plugins=[WholeFiles()],
         use_distributed_sampler=False,
         enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
         enable_progress_bar=False,
