@@ -26,7 +26,7 @@ def ckpt(tmp_path_factory: pytest.TempPathFactory) -> str:
     config = load([*MODEL, "trainer.devices=8", "strategy=ddp", "trainer.precision=16-mixed"])
     weights = {f"model.{name}": tensor for name, tensor in TransformerXL(config).state_dict().items()}
     path = tmp_path_factory.mktemp("run") / "last.ckpt"
-    torch.save({"txl_lightning": {"config": config.to_dict()}, "state_dict": weights}, path)
+    torch.save({"txl_lightning": {"config": config.to_dict(), "data_fingerprint": None}, "state_dict": weights}, path)
     return str(path)
 
 

@@ -308,7 +308,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     (folder / "checkpoints").mkdir()
     weights = {f"model.{name}": tensor for name, tensor in TransformerXL(config).state_dict().items()}
-    saved = {"txl_lightning": {"config": config.to_dict()}, "state_dict": weights}
+    saved = {"txl_lightning": {"config": config.to_dict(), "data_fingerprint": None}, "state_dict": weights}
     torch.save(saved, folder / "checkpoints" / "last.ckpt")
     return folder
 

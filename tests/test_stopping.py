@@ -80,9 +80,12 @@ def test_a_signal_in_validation_ends_it(
     done = run(tmp_path, [hook, number, "SIGTERM", "1"], *fit_arguments(tmp_path, *overrides))
     assert done.returncode == 75, done.stderr
     assert "Traceback" not in done.stderr
-    if step is not None:
+    if step is None:  # nothing was trained, so the same command may be given again
+        assert not (tmp_path / "run" / "config.yaml").exists()
+        assert run(tmp_path, ["on_train_start", "99", "SIGTERM", "1"], *fit_arguments(tmp_path)).returncode == 0
+    else:
         assert saved_step(tmp_path) == step
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["stopped_by"] == "SIGTERM"
+        assert json.loads((tmp_path / "run" / "result.json").read_text())["stopped_by"] == "SIGTERM"
 
 
 def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def stream(tokens: Iterable[int]) -> None:
     """Write tokens to standard output as they come; characters of several bytes appear when they are whole."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in tokens:
-        sys.stdout.write(printable(decoder.decode(ByteVocab().to_bytes([token]))).translate(CONTROL))
+        sys.stdout.write(printable(decoder.decode(ByteVocab().to_bytes([token])).translate(CONTROL)))
         sys.stdout.flush()
     sys.stdout.write(printable(decoder.decode(b"", final=True)) + "\n")
 
