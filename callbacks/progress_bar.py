@@ -63,6 +63,7 @@ class ProgressBar(L.Callback):
         self._progress.start()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._said = time.monotonic()
         if self._progress is not None:
             self._train = self._progress.add_task(
                 "train", total=trainer.max_steps, figures="", completed=trainer.global_step

@@ -379,7 +379,7 @@ def test_refusal_of_a_file_named_twice(tmp_path: Path) -> None:
         ),
         (
             {"path": "a", "ratios": [1.2, -0.2, 0]},
-            "data.ratios=[1.2,-0.2,0]: must be <= 1; "
+            "data.ratios=[1.2,-0.2,0]: must be <= 1; choose a value >= 0 and <= 1: "
             "shares of train, valid and test in data.path; null: [0.9,0.05,0.05]",
         ),
         (
