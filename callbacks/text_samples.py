@@ -46,7 +46,7 @@ class TextSamples(L.Callback):
         data = trainer.datamodule.data  # type: ignore[attr-defined]
         prompt = data.require("valid")[: self.config.prompt_tokens].tolist()
         text = data.vocab.decode(prompt) + " ⟶ " + data.vocab.decode(self._sample(pl_module, prompt))
-        pl_module.log_text("samples/text", "\n".join(f"    {line}" for line in text.splitlines()))
+        pl_module.log_text(tag="samples/text", text="\n".join(f"    {line}" for line in text.splitlines()))
 
     def _sample(self, module: Any, prompt: list[int]) -> list[int]:
         training = module.model.training

@@ -183,12 +183,22 @@ def test_a_non_finite_gradient_stops_before_it_ruins_the_weights(
     assert all(weight.isfinite().all() for weight in saved["state_dict"].values())
 
 
-def test_ruined_weights_are_not_saved(tmp_path: Path) -> None:
-    config = tiny_config(
-        tmp_path, "optim.lr=1e30", "optim.clip=0", "optim.warmup_steps=0", "trainer.save_every_steps=1"
-    )
-    with pytest.raises(NonFiniteLoss, match=r"at step \d+, lanes .*set optim.clip=0.25"):
+def test_ruined_weights_are_not_saved_over_good_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = TransformerXLModule.on_train_batch_start
+
+    def ruining(self: Any, batch: Any, batch_idx: int) -> None:
+        original(self, batch, batch_idx)
+        if self.trainer.global_step == 3:
+            self.model.softmax.bias.data[0] = float("inf")
+
+    monkeypatch.setattr(TransformerXLModule, "on_train_batch_start", ruining)
+    config = tiny_config(tmp_path, "optim.clip=0", "trainer.save_every_steps=2")
+    said = r"at step 3, lanes .*: the weights are ruined and not saved; .*set optim.clip=0.25"
+    with pytest.raises(NonFiniteLoss, match=said):
         fit_command.fit(config)
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 2
+    assert all(weight.isfinite().all() for weight in saved["state_dict"].values())
 
 
 def test_loss_weighs_targets_not_lanes(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class TransformerXLModule(L.LightningModule):
         self._unstepped = self.trainer.global_step
 
     def on_train_start(self) -> None:
-        self._demand_same_text(self._read_text, "these lanes have read")
+        self._demand_same_text(there=self._read_text, what="these lanes have read")
         self._read_text = self._fingerprint()
         self.lanes.seek(self.trainer.train_dataloader)
         self._unstepped = -1
@@ -168,10 +168,10 @@ class TransformerXLModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint["txl_lightning"]
         if self._trainer is not None and self._trainer.state.fn == "fit":
-            self._demand_same_text(saved["data_fingerprint"], "the checkpoint was trained on")
+            self._demand_same_text(there=saved["data_fingerprint"], what="the checkpoint was trained on")
         self.lanes.load_state_dict(saved["lanes"])
 
-    def _demand_same_text(self, there: str | None, what: str) -> None:
+    def _demand_same_text(self, *, there: str | None, what: str) -> None:
         here = self._fingerprint()
         if here != there and None not in (here, there):
             rule = f"is not what {what}, {there}"
@@ -195,7 +195,7 @@ class TransformerXLModule(L.LightningModule):
             logger.log_metrics(figures, step=self.trainer.global_step)
 
     @rank_zero_only
-    def log_text(self, tag: str, text: str) -> None:
+    def log_text(self, *, tag: str, text: str) -> None:
         """Show text in every logger that can."""
         for logger in self.trainer.loggers:
             add = getattr(getattr(logger, "experiment", None), "add_text", None)
