@@ -109,7 +109,7 @@ class ProgressBar(L.Callback):
             )
 
     def _figures(self, module: Any) -> str:
-        unit = module.config.data.unit
+        unit = module.unit
         bits = {stage: figures[f"bits_per_{unit}"] for stage, figures in module.scores.items()}
         train = f"{bits['train']:.2f} bits/{unit}, " if "train" in bits else ""
         valid = f"valid {bits['val']:.2f}, " if "val" in bits else ""

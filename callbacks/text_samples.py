@@ -9,6 +9,7 @@ import lightning.pytorch as L
 import torch
 
 from txl_lightning import registry
+from txl_lightning.build import document_end
 from txl_lightning.config import ConfigError, Section, key
 from txl_lightning.generation import SamplingRule, Session
 from txl_lightning.training.datamodule import TextDataModule
@@ -45,13 +46,14 @@ class TextSamples(L.Callback):
             return
         data = trainer.datamodule.data  # type: ignore[attr-defined]
         prompt = data.require("valid")[: self.config.prompt_tokens].tolist()
-        text = data.vocab.decode(prompt) + " ⟶ " + data.vocab.decode(self._sample(pl_module, prompt))
+        sampled = self._sample(pl_module, prompt, separator=document_end(data.vocab))
+        text = data.vocab.decode(prompt) + " ⟶ " + data.vocab.decode(sampled)
         pl_module.log_text(tag="samples/text", text="\n".join(f"    {line}" for line in text.splitlines()))
 
-    def _sample(self, module: Any, prompt: list[int]) -> list[int]:
+    def _sample(self, module: Any, prompt: list[int], *, separator: int | None = None) -> list[int]:
         training = module.model.training
         module.model.eval()
-        session = Session(module.model, segment_len=module.config.data.segment_len)
+        session = Session(module.model, segment_len=module.config.data.segment_len, separator=separator)
         session.feed(prompt)
         generator = torch.Generator().manual_seed(module.config.seed)  # its own: training's stays untouched
         rule = SamplingRule(temperature=self.config.temperature)

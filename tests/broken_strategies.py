@@ -196,7 +196,13 @@ class DoesNotDetach(Faulty):
 class DetachesALocalName(Faulty):
     """Says that the graph crosses the border; a detach on the way stops it."""
 
-    gradient = "carry"
+    def __init__(self, config: CacheConfig, model: ModelConfig) -> None:
+        super().__init__(config, model)
+        self.gradient = "carry"
+
+    def write(self, state: State, tap: Tap, layer: LayerHandle, segment: Segment) -> tuple[State, Aux]:
+        new, aux = super().write(state, tap, layer, segment)
+        return {key: tensor.detach() for key, tensor in new.items()}, aux
 
 
 class FreezesTheLayer(Faulty):

@@ -7,15 +7,23 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from throwaway_strategies import Tokens, TokensConfig
 from torch import Tensor
 
 from txl_lightning import registry
 from txl_lightning.config import Config, DataConfig, ModelConfig
 from txl_lightning.memory.base import MemoryPlan
 from txl_lightning.memory.cache import CacheConfig
-from txl_lightning.model.attention import Biases, Reading, RelativeAttention, reference_scores, shifted_scores
-from txl_lightning.model.positions import DistanceTable, distance_table, sinusoid
+from txl_lightning.memory.tokens import Tokens, TokensConfig
+from txl_lightning.model.attention import Attention
+from txl_lightning.model.positions import (
+    Biases,
+    DistanceTable,
+    Reading,
+    distance_table,
+    reference_scores,
+    shifted_scores,
+    sinusoid,
+)
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.types import MASKED, Segment
 
@@ -69,7 +77,8 @@ def both(n_token: int, n_slot: int, *, ahead: int = 0, dtype: torch.dtype = torc
         given = inputs(n_token, n_slot, ahead=ahead, dtype=dtype)
         biases = Biases(given.u, given.v)
         if fast:
-            scores = shifted_scores(given.q, given.k, given.r, biases, scale=scale)
+            by_row = (given.q + given.v[:, None]) @ given.r.permute(1, 2, 0)
+            scores = shifted_scores(given.q + given.u[:, None], given.k, by_row, scale=scale)
         else:
             row = rows(n_token, n_slot).clamp(max=given.r.shape[0] - 1)
             scores = reference_scores(given.q, given.k, given.r, biases, row=row) * scale
@@ -122,11 +131,11 @@ def test_shifted_scores_in_lower_precision(n_token: int, n_slot: int, dtype: tor
         assert error < tolerance
 
 
-def attention(**keys: Any) -> RelativeAttention:
+def attention(**keys: Any) -> Attention:
     """One attention layer in float64, its weights drawn at random."""
     torch.manual_seed(0)
     model = ModelConfig(d_model=16, n_head=HEADS, d_head=WIDTH, **keys)
-    layer = RelativeAttention(model).double()
+    layer = Attention(model).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(0.0, 0.5)
@@ -169,7 +178,7 @@ def test_both_ways_of_a_layer_agree(clamp_len: int, untie_r: bool) -> None:
             if untie_r
             else Biases(*torch.randn(2, HEADS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
         )
-        found.append(layer.attend(q, read, table(7, 17, clamp_len=clamp_len), layer.biases(shared)))
+        found.append(layer.attend(q, read, table(7, 17, clamp_len=clamp_len), layer.position.biases(shared)))
     torch.testing.assert_close(found[0], found[1], atol=1e-12, rtol=1e-12)
 
 
@@ -200,7 +209,7 @@ def test_slots_without_position_have_content_terms_only() -> None:
     placed = torch.tensor([True, False, True, False])
     _, weights = layer.attend(q, read._replace(positioned=placed), table(3, 4), Biases(u, v))
     _, every = layer.attend(q, read, table(3, 4), Biases(u, v))
-    unplaced_pair = (weights[..., 1] / weights[..., 3]).log() / layer.scale
+    unplaced_pair = (weights[..., 1] / weights[..., 3]).log() / layer.position.scale
     content = torch.einsum("bhtk,bhpk->bhtp", q + u[:, None], read.k_BHPK)
     torch.testing.assert_close(unplaced_pair, content[..., 1] - content[..., 3])
     placed_pair = (weights[..., 0] / weights[..., 2]).log()
@@ -314,7 +323,7 @@ def _two_segments(way: str, *, dtype: torch.dtype, tokens: bool = False, **keys:
     torch.manual_seed(0)
     plan = registry.memories.get("cache").build(memory, model_config)
     if tokens:
-        plan = MemoryPlan(layers=plan.layers, tokens=Tokens(TokensConfig(size=3), model_config))
+        plan = MemoryPlan(layers=plan.layers, tokens=Tokens(TokensConfig(read_slots=True, n_tokens=3), model_config))
     config = Config(model=model_config, memory=memory, data=DataConfig(segment_len=7, batch_size=3))
     model = TransformerXL(config, plan=plan).to(dtype)
     text = torch.randint(19, (3, 15))

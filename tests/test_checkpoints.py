@@ -33,7 +33,7 @@ def test_a_run_folder_means_its_last(run: Path) -> None:
         assert not model.training
         for name, weight in model.state_dict().items():
             assert torch.equal(weight, saved[f"model.{name}"])
-    assert model.softmax.weight is model.embedding.table.weight
+    assert model.softmax.weights[0] is model.embedding.tables[0].weight
 
 
 def test_stored_configuration_is_the_run_s(run: Path, tmp_path: Path) -> None:

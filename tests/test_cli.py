@@ -16,7 +16,7 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
-from txl_lightning import exit_codes, jobs
+from txl_lightning import exit_codes, jobs, registry
 from txl_lightning.arguments import FLAGS
 from txl_lightning.cli import main
 from txl_lightning.config import SECTIONS, Config, ConfigError, load
@@ -68,8 +68,9 @@ def test_help_names_commands_groups_and_options(capsys: pytest.CaptureFixture[st
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\n")
     assert main(["--help", "--config-dir", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    for word in (*COMMANDS, *FLAGS, *map(str, exit_codes.MEANINGS), "cache, mix, none", "default, mine"):
+    out = " ".join(capsys.readouterr().out.split())
+    memories, experiments = ", ".join(registry.memories.names()), "lm1b_large, mine, modern_base"
+    for word in (*COMMANDS, *FLAGS, *map(str, exit_codes.MEANINGS), memories, experiments):
         assert word in out
 
 
@@ -82,7 +83,7 @@ def test_alone_it_prints_the_help_and_counts_as_refused(capsys: pytest.CaptureFi
 
 LISTED = {
     "top_k=0": {"generate"},
-    "ckpt=null": {"eval", "generate"},
+    "ckpt=null": {"eval", "generate", "export"},
     "dry_run=false": {"fit"},
     "prepare|inspect": {"data"},
     "seed=1111": {"fit", "demo"},
@@ -90,24 +91,25 @@ LISTED = {
     "experiment=...": {"fit", "data", "strategies", "demo"},
     "debug=...": {"fit", "demo"},
     "logger=[...]": {"fit", "demo"},
-    "number of layers": set(COMMANDS) - {"data"},
-    "model.n_layer=": set(COMMANDS) - {"data"},
+    "number of layers": set(COMMANDS) - {"data", "import", "export", "reproduce"},
+    "model.n_layer=": set(COMMANDS) - {"data", "import", "export", "reproduce"},
     "model.n_layer=4": {"fit", "demo", "strategies"},
     "model.pre_norm=true": {"fit", "demo", "strategies"},
     "model.dropout=0.0": {"fit", "demo"},
-    "memory.mem_len=": set(COMMANDS) - {"data"},
+    "memory.mem_len=": set(COMMANDS) - {"data", "import", "reproduce"},
     "memory.mem_len=64": {"fit", "demo", "strategies"},
-    "data.path=": {"fit", "eval", "data", "demo"},
-    "data.path=null": {"fit", "data", "demo"},
-    "{file,line,blank_line}": {"fit", "eval", "data", "demo"},
-    "data.segment_len=": {"fit", "eval", "generate", "demo"},
+    "data.path=": {"fit", "eval", "data", "import", "demo"},
+    "data.path=null": {"fit", "data", "import", "demo"},
+    "{file,line,blank_line}": {"fit", "eval", "data", "import", "demo"},
+    "data.segment_len=": {"fit", "eval", "generate", "export", "demo"},
     "data.segment_len=64": {"fit", "demo"},
     "data.batch_size=": {"fit", "eval", "demo"},
-    "eval.segment_len=": {"fit", "eval", "demo"},
+    "eval.segment_len=": {"fit", "eval", "import", "demo"},
     "optim.lr=0.002": {"fit", "demo"},
     "optim.clip=1.0": {"fit", "demo"},
     "optim.warmup_steps=50": {"fit", "demo"},
-    "{cosine,constant}": {"fit", "demo"},
+    "{cosine,inverse_sqrt,plateau,constant}": {"fit", "demo"},
+    "speed_from=null": {"reproduce"},
     "trainer.max_steps=1700": {"fit", "demo"},
     "logger.tensorboard=true": {"fit", "demo"},
     "{train,valid,test}": {"eval"},
@@ -116,7 +118,7 @@ LISTED = {
     "{auto,cpu,cuda,gpu,mps}": {"fit", "eval", "generate", "demo"},
     "callbacks.progress_bar.refresh_per_second=": {"fit", "eval", "demo"},
     "callbacks.progress_bar.refresh_per_second=4.0": {"fit", "demo"},
-    "keys without a value stay as the checkpoint has them": {"eval", "generate"},
+    "keys without a value stay as the checkpoint has them": {"eval", "generate", "export"},
     "callbacks.text_samples.tokens=128": {"fit", "demo"},
 }
 """What the help says, and of which commands."""
@@ -183,9 +185,9 @@ def test_cfg_job_prints_what_would_run(fake: Fake, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("txl ", {"fit", "eval", "generate", "data", "strategies", "demo"}),
+        ("txl ", set(COMMANDS)),
         ("txl ge", {"generate"}),
-        ("txl fit memory=", {"memory=cache", "memory=mix", "memory=none"}),
+        ("txl fit memory=", {f"memory={name}" for name in registry.memories.names()}),
         ("txl generate temp", {"temperature="}),
         ("txl fit -m memory=none trainer.max_s", {"trainer.max_steps="}),
         ("txl nope x", set()),
@@ -383,8 +385,8 @@ def test_a_checkpoint_is_where_evaluation_starts(fake: Fake, monkeypatch: pytest
     assert main(["eval", "ckpt=it's=here ${x}", "model.clamp_len=5", "-m", "memory=none,cache"]) == 0
     assert read == ["it's=here ${x}"]  # once for all checks and jobs
     assert [config.memory.to_dict() for config in fake.ran] == [
-        {"name": "none"},
-        {"name": "cache", "layers": "all", "mem_len": 64},
+        {"name": "none", "reset": "epoch"},
+        registry.memories.get("cache").config().to_dict(),
     ]
     assert {(config.seed, config.model.clamp_len, config.trainer.devices) for config in fake.ran} == {(4, 5, 2)}
     assert {options.ckpt for options in fake.options} == {"it's=here ${x}"}
@@ -411,14 +413,14 @@ def test_strategies_shows_every_memory(capsys: pytest.CaptureFixture[str], tmp_p
     assert main(["strategies", "memory.mem_len=100", f"out={out}"]) == 0
     rows = {row["name"]: row for row in json.loads(out.read_text())}
     assert {"none", "cache", "mix"} <= set(rows)
-    assert rows["cache"]["keys"] == {"layers": "all", "mem_len": 100}
+    assert rows["cache"]["keys"]["mem_len"] == 100 and rows["cache"]["keys"]["layers"] == "all"
     assert rows["cache"]["paper"] == "Dai et al. 2019, arXiv:1901.02860"
     # 4 layers of 100 rows of width 128 in float32, and a counter of 8 bytes each
     assert rows["cache"]["state_bytes_per_lane"] == 4 * (100 * 128 * 4 + 8)
     assert rows["none"]["state_bytes_per_lane"] == 0
     printed = capsys.readouterr().out
     assert "arXiv:1901.02860" in printed and "200 KiB" in printed
-    assert "layers=all" in printed and "parts=[{name: cache" in printed  # as they are typed
+    assert "layers=all" in printed and "parts=[{name:" in printed  # as they are typed
 
 
 TINY = [

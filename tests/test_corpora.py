@@ -18,7 +18,7 @@ import pytest
 
 from txl_lightning.config import build_named
 from txl_lightning.data import sources
-from txl_lightning.data.documents import RULES, with_separators
+from txl_lightning.data.documents import RULES, with_separators, with_starts
 from txl_lightning.data.splits import Piece, cut_at_bytes, cut_at_documents
 from txl_lightning.data.stdlib import Stdlib, StdlibConfig, split_of
 from txl_lightning.data.text import Text, TextConfig
@@ -72,7 +72,7 @@ def test_vocabulary_of_bytes() -> None:
 
 def tokens_of(content: bytes, *, document: str, chunk: int) -> list[int]:
     chunks = [content[i : i + chunk] for i in range(0, len(content), chunk)]
-    arrays = with_separators(chunks, document=document, separator=END, dtype=ByteVocab.dtype)
+    arrays = with_separators(with_starts(chunks, document=document), separator=END, dtype=ByteVocab.dtype)
     return [token for array in arrays for token in array.tolist()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -53,6 +54,30 @@ def test_reading_in_any_pieces_equals_evaluation(model: TransformerXL) -> None:
             session.feed(tokens[read : read + size])
             read += size
             torch.testing.assert_close(session.log_probs_V, expected[read - 1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reset", ["segment", "document"])
+def test_memory_starts_anew_where_it_does_in_evaluation(reset: str, tmp_path: Path) -> None:
+    """Documents end behind the tokens 2 (0 where there is one), 7 (at a border of segments) and 12."""
+    torch.manual_seed(0)
+    model = TransformerXL(tiny_config(tmp_path, *STRATEGIES["cache"], f"memory.reset={reset}")).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    tokens = torch.randint(1, 257, (21,))
+    tokens[[2, 7, 12]] = 0
+    starts = {"segment": [0, 8, 16, 21], "document": [0, 3, 8, 13, 21]}[reset]
+    expected = torch.cat([teacher_forced(model, tokens[a:b].tolist()) for a, b in itertools.pairwise(starts)])
+    session = Session(model, segment_len=T, separator=0)
+    for token, after in zip(tokens.tolist(), expected, strict=True):
+        session.feed([token])
+        torch.testing.assert_close(session.log_probs_V, after, atol=1e-5, rtol=1e-5)
+
+
+def test_documents_need_their_separator(tmp_path: Path) -> None:
+    model = TransformerXL(tiny_config(tmp_path, "memory.reset=document"))
+    with pytest.raises(ValueError, match="needs the separator"):
+        Session(model, segment_len=T)
 
 
 def test_argmax_path_equals_evaluation(model: TransformerXL) -> None:

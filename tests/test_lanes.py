@@ -281,7 +281,7 @@ def test_a_mapped_file_travels_by_name(tmp_path: Path) -> None:
         packed = pickle.dumps(reader)
         assert len(packed) < limit
         assert (
-            pickle.loads(packed)[3].tolist() == reader[3].tolist() == [list(range(13, 18)), list(range(30013, 30018))]
+            pickle.loads(packed)[3].tolist() == reader[3].tolist() == [list(range(12, 18)), list(range(30012, 30018))]
         )
     assert reader[3].dtype == np.uint16
 
@@ -291,7 +291,7 @@ def test_a_part_of_a_mapped_file_travels_as_itself(tmp_path: Path) -> None:
     part = np.memmap(tmp_path / "tokens.bin", dtype="<u2", mode="r")[40:80]
     layout = LaneLayout(n_token=40, lanes=1, used=1, segment_len=4)
     reader = pickle.loads(pickle.dumps(SegmentReader(part, layout, own=slice(0, 1))))
-    assert reader[0].tolist() == [[41, 42, 43, 44, 45]]
+    assert reader[0].tolist() == [[41, 41, 42, 43, 44, 45]]  # the first is the token before: there is none
 
 
 class Recorder(L.LightningModule):
@@ -332,3 +332,48 @@ def test_lightning_takes_it_as_it_is_and_resumes_in_the_middle(num_workers: int,
     for stop in (8, 12, 17):  # twice in the middle of a pass
         seen += fit(stop, tmp_path / "last.ckpt")
     assert seen == expected
+
+
+# ---- where memory starts anew, groups of segments
+
+
+def test_documents_are_numbered_and_reset_where_one_begins() -> None:
+    tokens = np.array([5, 9, 5, 5, 9, 9, 5, 5, 5, 9, 5, 5, 5], dtype="<u2")  # 9 ends a document
+    batches = list(LaneLoader(tokens, segment_len=3, lanes=2, used_lanes=2, reset="document", separator=9))
+    assert [batch.tokens_BT.tolist() for batch in batches] == [[[5, 9, 5], [5, 5, 5]], [[5, 9, 9], [9, 5, 5]]]
+    numbers = [batch.segment.document for batch in batches]
+    assert [number.tolist() for number in numbers if number is not None] == [
+        [[0, 0, 1], [0, 0, 0]],
+        [[0, 0, 1], [0, 1, 1]],
+    ]
+    # lane 0's second segment goes on in the document that began with its third token; lane 1 begins in the middle
+    assert [batch.segment.reset.tolist() for batch in batches] == [[True, True], [False, False]]
+    late = list(LaneLoader(tokens, segment_len=2, lanes=1, used_lanes=1, reset="document", separator=9))
+    begins = [bool(batch.segment.reset) for batch in late]
+    assert begins == [True, True, False, True, False, True]  # segments start at 0, 2, 4, 6, 8, 10
+
+
+def test_memory_may_start_anew_with_each_segment() -> None:
+    batches = list(LaneLoader(stream(41), segment_len=5, lanes=2, used_lanes=2, reset="segment"))
+    assert len(batches) == 4 and all(batch.segment.reset.all() for batch in batches)
+    assert all(batch.segment.document is None for batch in batches)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("group", [1, 3, 100])
+def test_groups_hold_the_same_segments_in_order(group: int, workers: int) -> None:
+    size = {"segment_len": 4, "lanes": 2, "used_lanes": 2, "num_workers": workers}
+    single = list(LaneLoader(stream(83), **size))
+    grouped = LaneLoader(stream(83), group=group, **size)
+    assert len(grouped) == -(-len(single) // group)
+    found = list(grouped)
+    assert [len(part) for part in found[:-1]] == [group] * (len(found) - 1)
+    flat = [batch for part in found for batch in part]
+    assert [batch.position for batch in flat] == [batch.position for batch in single]
+    assert all(torch.equal(a.tokens_BT, b.tokens_BT) for a, b in zip(flat, single, strict=True))
+    again = LaneLoader(stream(83), group=group, **size)
+    next(iter(again))
+    expected = min(group, len(single))
+    assert again.state_dict() == {"position": [0, expected] if expected < len(single) else [1, 0]}
+    again.load_state_dict({"position": [0, 2]})
+    assert [batch.position.segment for part in again for batch in part] == list(range(2, len(single)))

@@ -6,11 +6,11 @@ from typing import Any
 
 import broken_strategies as broken
 import pytest
-import throwaway_strategies as throwaway
 import torch
 
 from txl_lightning import registry
-from txl_lightning.config import ConfigError, ModelConfig
+from txl_lightning.config import ConfigError, ModelConfig, build_section
+from txl_lightning.memory.associative import Associative, AssociativeConfig
 from txl_lightning.memory.base import MemoryPlan, MemoryStrategy
 from txl_lightning.memory.cache import Cache, CacheConfig
 from txl_lightning.memory.mix import MixConfig
@@ -20,6 +20,15 @@ from txl_lightning.testing import LAWS, LawBroken, check_memory
 STRATEGIES: dict[str, dict[str, Any]] = {
     "none": {},
     "cache": {"mem_len": 16, "lossless": True},
+    "compressive": {"mem_len": 12, "compressed_len": 5, "rate": 3},
+    "window": {"window": 16, "lossless": True, "longer": {"window": 40}},
+    "tokens": {"n_tokens": 2},
+    "associative": {},
+    "knn": {"mem_len": 10, "top_k": 3},
+    "block_recurrent": {"n_states": 3, "block_len": 4, "window": 5},
+    "titans": {"chunk_len": 4, "layers": (1,)},
+    "associative_tokens": {"n_tokens": 2, "d_mem": 4, "layers": (1,)},
+    "expire": {"mem_len": 12, "max_span": 20.0, "ramp": 5.0, "both_losses": ("span.weight", "span.bias")},
     "mix": {
         "parts": [{"name": "cache", "layers": [1], "mem_len": 7}],
         "longer": {"parts": ({"name": "cache", "layers": [1], "mem_len": 70},)},
@@ -42,6 +51,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16-mixed": {"mixed": True},
     "float64": {"dtype": torch.float64},
     "two tokens, five lanes": {"segment_len": 2, "batch_size": 5},
+    "cold zeros": {"cold": "zeros", "lossless": False},
+    "cold zeros, pre-norm": {"cold": "zeros", "lossless": False, "model": {"pre_norm": True}},
+    "shaw": {"model": {"position": "shaw", "max_distance": 40}},
+    "rotary, grouped heads": {"model": {"position": "rotary", "n_kv_head": 1, "qk_norm": True, "norm": "rmsnorm"}},
+    "no position, gated": {"model": {"position": "none", "ffn": "swiglu", "bias": False, "final_norm": True}},
+    "two terms": {"model": {"terms": ("a", "d"), "ffn": "gelu"}},
+    "adaptive": {"model": {"cutoffs": (4, 9), "div_val": 2}, "compiled": False},
+}
+
+TODAY = {
+    "position": "rotary",
+    "norm": "rmsnorm",
+    "ffn": "swiglu",
+    "n_kv_head": 1,
+    "qk_norm": True,
+    "bias": False,
+    "pre_norm": True,
+    "final_norm": True,
 }
 
 
@@ -50,6 +77,15 @@ def test_a_registered_strategy_keeps_every_law(name: str) -> None:
     verdicts = check_memory(name, **STRATEGIES[name])
     assert list(verdicts) == list(range(1, 13))
     assert {verdict.outcome for verdict in verdicts.values()} == {"ok"}
+
+
+@pytest.mark.parametrize("name", registry.memories.names())
+def test_windows_of_segments_are_allowed_where_a_graph_crosses_the_border(name: str) -> None:
+    entry = registry.memories.get(name)
+    config = build_section(entry.config, {"name": name}, path="memory")
+    plan = entry.build(config, ModelConfig())
+    parts = [plan.tokens, *(part for layer in plan.layers for part in layer.values())]
+    assert config.carries == any(part is not None and part.gradient == "carry" for part in parts)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -66,54 +102,35 @@ def test_a_cache_of_length_zero_is_no_memory() -> None:
 # ---- the interface, tried with memories of every kind
 
 
-THROWAWAY: dict[str, tuple[Any, dict[str, Any]]] = {
-    "compressive": (throwaway.Compressive, {}),
-    "compressive, most used": (throwaway.Compressive, {"function": "most_used"}),
-    "tokens": (throwaway.Tokens, {}),
-    "infini": (throwaway.Infini, {}),
-    "infini, delta rule": (throwaway.Infini, {"delta": True}),
-    "associative tokens": (throwaway.AssociativeTokens, {}),
-    "recurrent": (throwaway.Recurrent, {}),
-    "sinks and window": (throwaway.SinkWindow, {}),
-    "recall": (throwaway.Recall, {}),
-}
-
-
 def part(name: str, **keys: Any) -> dict[str, Any]:
-    return {"name": name if name == "cache" else f"throwaway_strategies:{name}", **keys}
+    return {"name": name, **{key: value for key, value in {**STRATEGIES[name], **keys}.items() if key not in ARGUMENTS}}
 
 
+ARGUMENTS = ("lossless", "longer", "both_losses")
 MIXES: dict[str, list[dict[str, Any]]] = {
-    "cache and tokens": [part("cache", mem_len=7), part("Tokens")],
-    "cache and tokens that do not see it": [part("cache", mem_len=7), part("Tokens", read_slots=False)],
-    "cache below, infini above": [part("cache", mem_len=7, layers=[0]), part("Infini", layers=[1])],
-    "compressive and cache in one layer": [part("Compressive"), part("cache", mem_len=7)],
+    "cache and tokens": [part("cache", mem_len=7), part("tokens", read_slots=True)],
+    "cache and tokens that do not see it": [part("cache", mem_len=7), part("tokens")],
+    "cache below, associative above": [part("cache", mem_len=7, layers=[0]), part("associative", layers=[1])],
+    "compressive and cache in one layer": [part("compressive"), part("cache", mem_len=7)],
     "most used, cache and tokens": [
-        part("Compressive", function="most_used"),
+        part("compressive", function="most_used", loss="none"),
         part("cache", mem_len=7),
-        part("Tokens"),
+        part("tokens", read_slots=True),
     ],
-    "everything": [part("Recall"), part("SinkWindow"), part("Tokens"), part("Recurrent"), part("cache", mem_len=7)],
+    "everything": [
+        part("titans", variant="mac", layers=[0]),
+        part("window", sinks=2),
+        part("tokens", read_slots=True),
+        part("block_recurrent", layers=[1]),
+        part("cache", mem_len=7),
+    ],
 }
 
 
-@pytest.mark.parametrize("name", ["compressive", "tokens", "infini"])
-def test_the_interface_serves_each_kind_of_memory(name: str) -> None:
-    memory, keys = THROWAWAY[name]
-    check_memory(memory, **keys)
-
-
-@pytest.mark.parametrize("name", [name for name in THROWAWAY if name not in ("compressive", "tokens", "infini")])
-def test_more_of_the_interface_serves(name: str) -> None:
-    memory, keys = THROWAWAY[name]
-    check_memory(memory, compiled=False, **keys)
-
-
-@pytest.mark.parametrize("name", THROWAWAY)
-def test_a_throwaway_strategy_keeps_the_laws_in_another_model(name: str) -> None:
-    memory, keys = THROWAWAY[name]
-    model = {"pre_norm": True, "untie_r": True}
-    check_memory(memory, mixed=True, model=model, **VALUES_ONLY, **keys)
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("none", "mix")])
+@pytest.mark.parametrize("model", [{"pre_norm": True, "untie_r": True}, TODAY], ids=["pre-norm", "today"])
+def test_a_strategy_keeps_the_laws_in_another_model(name: str, model: dict[str, Any]) -> None:
+    check_memory(name, mixed=True, model=model, **VALUES_ONLY, **STRATEGIES[name])
 
 
 @pytest.mark.parametrize("name", MIXES)
@@ -246,8 +263,8 @@ def test_the_callers_random_numbers_are_left_alone() -> None:
 def test_what_is_asked_wrongly_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^memory.mem_length=9: no such key; did you mean mem_len\?$"):
         check_memory("cache", mem_length=9)
-    with pytest.raises(ConfigError, match=r"^memory.rate=4: must divide data.segment_len=6; take a divisor$"):
-        check_memory(throwaway.Compressive, rate=4)
+    with pytest.raises(ConfigError, match=r"^memory.rate=4: must divide data.segment_len=6; take a divisor, .*$"):
+        check_memory("compressive", rate=4, mem_len=12)
     with pytest.raises(ValueError, match=r"^batch_size=2, segment_len=6: need at least 3 lanes and 2 tokens$"):
         check_memory("cache", batch_size=2)
     with pytest.raises(LawBroken, match=r"lossless=True needs a memory of two segments; it holds 9 tokens$"):
@@ -258,7 +275,7 @@ def test_what_is_asked_wrongly_is_refused() -> None:
 
 def test_two_reads_beside_attention_in_one_layer_are_refused() -> None:
     model = ModelConfig()
-    one, two = (throwaway.Infini(throwaway.InfiniConfig(), model) for _ in range(2))
+    one, two = (Associative(AssociativeConfig(), model) for _ in range(2))
     with pytest.raises(ValueError, match=r"^one and two both read beside attention in layer 0$"):
         MemoryPlan(layers=[{"one": one, "two": two}])
 
@@ -267,18 +284,17 @@ def test_two_reads_beside_attention_in_one_layer_are_refused() -> None:
     ("parts", "said"),
     [
         (
-            [part("cache"), part("Compressive", rate=4)],
-            "memory.parts[1].rate=4: must divide data.segment_len=6; take a divisor",
+            [{"name": "cache"}, {"name": "compressive", "rate": 4, "mem_len": 12}],
+            "memory.parts[1].rate=4: must divide data.segment_len=6; take a divisor, or another segment length",
         ),
         (
-            [part("Infini"), part("Recurrent", layers=[1])],
-            "memory.parts=[{name: throwaway_strategies:Infini},{name: throwaway_strategies:Recurrent, layers: [1]}]: "
-            "Infini and Recurrent both read beside attention in layer 1; give them different layers",
+            [{"name": "associative"}, {"name": "knn", "layers": [1]}],
+            "memory.parts=[{name: associative},{name: knn, layers: [1]}]: "
+            "associative and knn both read beside attention in layer 1; give them different layers",
         ),
         (
-            [part("Tokens"), part("Tokens")],
-            "memory.parts=[{name: throwaway_strategies:Tokens},{name: throwaway_strategies:Tokens}]: "
-            "two parts add memory tokens to the input; keep one of them",
+            [{"name": "tokens"}, {"name": "tokens"}],
+            "memory.parts=[{name: tokens},{name: tokens}]: two parts add memory tokens to the input; keep one of them",
         ),
     ],
 )

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from throwaway_strategies import Tokens, TokensConfig
 from torch import Tensor, nn
 
 from txl_lightning import registry
@@ -15,6 +14,7 @@ from txl_lightning.config import Config, DataConfig, MemoryConfig, ModelConfig
 from txl_lightning.memory.base import Aux, LayerHandle, MemoryPlan, MemoryStrategy, Tap
 from txl_lightning.memory.cache import Cache, CacheConfig
 from txl_lightning.memory.none import NoneConfig
+from txl_lightning.memory.tokens import Tokens, TokensConfig
 from txl_lightning.model.block import Block, Layout, _join_bias
 from txl_lightning.model.transformer import ModelOutput, TransformerXL, token_mask
 from txl_lightning.types import MASKED, Segment, Slots, State
@@ -155,7 +155,7 @@ def test_slots_in_another_order_read_the_same(with_tokens: bool) -> None:
         model = ModelConfig(**TINY)
         caches = [kind(mem_len=11, d_model=16, n_head=2, d_head=6) for _ in range(3)]
         torch.manual_seed(0)
-        extra = Tokens(TokensConfig(size=2), model) if with_tokens else None
+        extra = Tokens(TokensConfig(read_slots=True, n_tokens=2), model) if with_tokens else None
         plan = MemoryPlan(layers=[{"cache": cache} for cache in caches], tokens=extra)
         found.append(in_segments(make(plan=plan).double(), tokens, targets, size=6, form="hidden")[0])
     torch.testing.assert_close(found[0], found[1], atol=1e-12, rtol=0)
@@ -215,7 +215,7 @@ def spied(*, tokens: bool = False, **keys: Any) -> tuple[TransformerXL, list[Ten
     """A layer with two spies after its second segment, in which lanes have 8, 3 and 0 tokens."""
     model_config = ModelConfig(**{**TINY, "n_layer": 1, **keys})
     spies = {"one": Spy(needs_usage=False, mem_len=5), "two": Spy(needs_usage=True, mem_len=7)}
-    extra = Tokens(TokensConfig(size=2), model_config) if tokens else None
+    extra = Tokens(TokensConfig(read_slots=True, n_tokens=2), model_config) if tokens else None
     model = make(plan=MemoryPlan(layers=[dict(spies)], tokens=extra), n_layer=1, **keys).double()
     inputs, _ = text(16)
     state = model(inputs[:, :8], model.init_state(3)).state
@@ -276,7 +276,8 @@ def test_each_strategy_gets_the_usage_of_its_own_slots() -> None:
         parts = {"wide": Cache(mem_len=4, d_model=16, n_head=2, d_head=6), **spies}
         torch.manual_seed(0)
         plan = MemoryPlan(
-            layers=[{name: parts[name] for name in order}], tokens=Tokens(TokensConfig(size=2), model_config)
+            layers=[{name: parts[name] for name in order}],
+            tokens=Tokens(TokensConfig(read_slots=True, n_tokens=2), model_config),
         )
         model = make(plan=plan, n_layer=1).double()
         model(inputs[:, 8:], model(inputs[:, :8], model.init_state(3)).state)
@@ -337,7 +338,7 @@ def test_a_bias_for_real_tokens_is_stretched_over_the_tokens_around_them() -> No
 def test_whether_memory_tokens_read_slots(read_slots: bool) -> None:
     model_config = ModelConfig(**{**TINY, "n_layer": 1})
     cache = registry.memories.get("cache").build(CacheConfig(mem_len=8), model_config)
-    memory_tokens = Tokens(TokensConfig(size=2, read_slots=read_slots), model_config)
+    memory_tokens = Tokens(TokensConfig(n_tokens=2, read_slots=read_slots), model_config)
     model = make(plan=MemoryPlan(layers=cache.layers, tokens=memory_tokens), n_layer=1)
     tokens, targets = text(16)
     state = model(tokens[:, :8], model.init_state(3), None, targets[:, :8]).state
@@ -352,10 +353,24 @@ def test_documents_inside_a_segment_are_refused() -> None:
     tokens, _ = text(8)
     segment = Segment.full(tokens)._replace(document=torch.zeros_like(tokens))
     with pytest.raises(
-        ValueError, match=r"^Segment.document is set, but no layer keeps documents of one segment apart$"
+        ValueError, match=r"^Segment.document is set, but memory tokens cannot start anew inside a segment$"
     ):
-        model = make()
+        model = make(plan=MemoryPlan(layers=[{} for _ in range(3)], tokens=Tokens(TokensConfig(), ModelConfig(**TINY))))
         model(tokens, model.init_state(3), segment)
+
+
+def test_documents_of_one_segment_do_not_see_one_another() -> None:
+    tokens, targets = text(8, lanes=1)
+    document = torch.tensor([[4, 4, 4, 5, 5, 5, 5, 6]])
+    model = make(NoneConfig()).double()
+    with torch.no_grad():
+        out = model(tokens, model.init_state(1), Segment.full(tokens)._replace(document=document), targets)
+        alone = [
+            losses(model(tokens[:, part], model.init_state(1), None, targets[:, part]))
+            for part in (slice(0, 3), slice(3, 7), slice(7, 8))
+        ]
+    torch.testing.assert_close(losses(out), torch.cat(alone, dim=1), atol=1e-12, rtol=0)
+    assert out.state["age"].tolist() == [1]
 
 
 # ---- a pure function
@@ -455,7 +470,7 @@ def test_log_probs_are_normalised_and_losses_are_theirs_at_the_targets(tie_weigh
     torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(3, 8, dtype=torch.float64))
     gathered = -log_probs.gather(-1, targets[..., None])[..., 0]
     torch.testing.assert_close(losses(out), gathered, atol=1e-12, rtol=0)
-    logits = out.hidden_BTD @ model.softmax.weight.T + model.softmax.bias
+    logits = out.hidden_BTD @ model.softmax.weights[0].T + model.softmax.biases[0]
     torch.testing.assert_close(log_probs, logits.log_softmax(-1), atol=1e-12, rtol=0)
 
 
@@ -498,7 +513,7 @@ def test_initial_weights_are_the_authors() -> None:
     model = TransformerXL(Config(model=model_config, memory=CacheConfig(mem_len=4), data=DataConfig()))
     seen = set()
     for name, parameter in model.named_parameters():
-        kind = "gain" if name.endswith("norm.weight") else "bias" if name.endswith("bias") else "matrix"
+        kind = "gain" if name.endswith("norm.weight") else "bias" if "bias" in name else "matrix"
         seen.add(kind)
         mean, std = {"gain": (1.0, 0.02), "bias": (0.0, 0.0), "matrix": (0.0, 0.02)}[kind]
         n, values = parameter.numel(), parameter.detach()
@@ -513,12 +528,12 @@ def test_initial_weights_are_the_authors() -> None:
 
 def test_weights_are_tied_unless_told_otherwise() -> None:
     tied, untied = make(), make(tie_weights=False)
-    assert tied.softmax.weight is tied.embedding.table.weight
-    assert untied.softmax.weight.data_ptr() != untied.embedding.table.weight.data_ptr()
+    assert tied.softmax.weights[0] is tied.embedding.tables[0].weight
+    assert untied.softmax.weights[0].data_ptr() != untied.embedding.tables[0].weight.data_ptr()
     assert len(list(untied.parameters())) == len(list(tied.parameters())) + 1
     assert [name for name, _ in make().named_parameters() if name in ("u", "v")] == ["u", "v"]
     per_layer = [name for name, _ in make(untie_r=True).named_parameters() if name.rpartition(".")[2] in ("u", "v")]
-    assert per_layer == [f"layers.{i}.attention.{name}" for i in range(3) for name in ("u", "v")]
+    assert per_layer == [f"layers.{i}.attention.position.{name}" for i in range(3) for name in ("u", "v")]
 
 
 def test_a_strategy_keeps_its_own_initial_weights() -> None:

@@ -82,7 +82,7 @@ def test_an_installed_package_is_found_and_trains(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"running_mean.*layers=all", done.stdout) and "half_life=64.0" in done.stdout
+    assert re.search(r"running_mean .*reset=epoch", done.stdout) and "half_life=64.0" in done.stdout
     rows = {row["name"]: row for row in json.loads((tmp_path / "table.json").read_text())}
     assert rows["running_mean"]["state_bytes_per_lane"] == 4 * (128 + 1) * 4
     result = json.loads((tmp_path / "run" / "result.json").read_text())

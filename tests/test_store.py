@@ -26,6 +26,7 @@ from txl_lightning.data.vocab import ByteVocab
 from txl_lightning.errors import ConfigError
 
 END = ByteVocab.separator
+OTHER_VOCAB = '{"name": "symbols", "symbols": [65, 66], "unit": "char", "rule": "two letters"}'
 CURE = "set data.cache_dir or TXL_CACHE_DIR to a folder that can be written"
 
 
@@ -61,7 +62,8 @@ def test_token_files_hold_the_stream_and_nothing_else(text: Path) -> None:
     assert all(isinstance(tokens, np.memmap) and tokens.dtype == np.uint16 for tokens in data.splits.values())
     assert not data.splits["train"].flags.writeable
     assert (data.folder / "test.bin").read_bytes() == bytes([97, 0, 98, 0, 99, 0, 100, 0, 0, 1])
-    assert sorted(path.name for path in data.folder.iterdir()) == ["meta.json", "test.bin", "train.bin", "valid.bin"]
+    names = ["meta.json", "test.bin", "train.bin", "valid.bin", "vocab.json"]
+    assert sorted(path.name for path in data.folder.iterdir()) == names
     assert sorted(path.name for path in data.folder.parent.iterdir()) == [data.folder.name]
     assert json.loads((data.folder / "meta.json").read_text()) == dataclasses.asdict(data.meta)
 
@@ -148,6 +150,8 @@ def test_a_changed_file_is_seen_within_one_process(text: Path) -> None:
         (lambda f: (f / "valid.bin").unlink(), "valid.bin has 0 bytes instead of 10"),
         (lambda f: (f / "meta.json").write_text("{"), "meta.json is missing or damaged"),
         (lambda f: (f / "meta.json").write_text("{}"), "meta.json belongs to other data"),
+        (lambda f: (f / "vocab.json").write_text("[]"), "vocab.json is missing or damaged"),
+        (lambda f: (f / "vocab.json").write_text(OTHER_VOCAB), "vocab.json belongs to other data"),
     ],
 )
 def test_damaged_files_are_built_again(damage: Any, said: str, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,15 +148,15 @@ def test_best_is_chosen_by_validation_and_last_by_time(tmp_path: Path, monkeypat
 
 def test_non_finite_loss_stops_after_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(tmp_path)
-    original = TransformerXLModule._step
+    original = TransformerXLModule._read
 
-    def poisoned(self: Any, stage: str, batch: Any) -> Any:
-        out = original(self, stage, batch)
-        if stage == "train" and self.trainer.global_step == 3:
+    def poisoned(self: Any, batch: Any, state: Any) -> Any:
+        out = original(self, batch, state)
+        if self.training and self.trainer.global_step == 3:
             out = out._replace(losses_BT=out.losses_BT.index_fill(0, torch.tensor([2]), float("nan")))
         return out
 
-    monkeypatch.setattr(TransformerXLModule, "_step", poisoned)
+    monkeypatch.setattr(TransformerXLModule, "_read", poisoned)
     said = r"step 3, lanes \[2\]: the weights before this step are saved; lower optim.lr=0.003, .*lower optim.clip="
     with pytest.raises(NonFiniteLoss, match=said):
         fit_command.fit(config)
@@ -173,7 +173,7 @@ def test_a_non_finite_gradient_stops_before_it_ruins_the_weights(
     def poisoned(self: Any) -> None:
         original(self)
         if self.trainer.global_step == 3:
-            self.model.softmax.bias.grad[0] = float("nan")
+            self.model.softmax.biases[0].grad[0] = float("nan")
 
     monkeypatch.setattr(TransformerXLModule, "on_after_backward", poisoned)
     with pytest.raises(NonFiniteLoss, match="gradient is not finite at step 3: the weights before this step are saved"):
@@ -189,7 +189,7 @@ def test_ruined_weights_are_not_saved_over_good_ones(tmp_path: Path, monkeypatch
     def ruining(self: Any, batch: Any, batch_idx: int) -> None:
         original(self, batch, batch_idx)
         if self.trainer.global_step == 3:
-            self.model.softmax.bias.data[0] = float("inf")
+            self.model.softmax.biases[0].data[0] = float("inf")
 
     monkeypatch.setattr(TransformerXLModule, "on_train_batch_start", ruining)
     config = tiny_config(tmp_path, "optim.clip=0", "trainer.save_every_steps=2")
@@ -223,7 +223,7 @@ def test_accumulated_gradients_are_those_of_the_mean_over_all_targets(tmp_path: 
     class Gradients(L.Callback):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             weights = {name: weight.detach().clone() for name, weight in pl_module.model.named_parameters()}
-            seen.append((weights, pl_module.model.softmax.bias.grad.clone()))
+            seen.append((weights, pl_module.model.softmax.biases[0].grad.clone()))
 
     trainer = build_trainer(config, callbacks=[Gradients()])
     trainer.fit(module, data)
@@ -237,7 +237,7 @@ def test_accumulated_gradients_are_those_of_the_mean_over_all_targets(tmp_path: 
             module.model(b.tokens_BT, module.model.init_state(4), b.segment, b.targets_BT).losses_BT for b in batches
         ]
         (sum(loss.sum() for loss in losses) / sum(b.n_target for b in batches)).backward()
-        torch.testing.assert_close(gradient, module.model.softmax.bias.grad)
+        torch.testing.assert_close(gradient, module.model.softmax.biases[0].grad)
 
 
 def test_an_epoch_border_with_accumulation_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +379,7 @@ def test_weight_decay_spares_biases_norms_u_and_v(tmp_path: Path) -> None:
     decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
     names = {name for name, parameter in module.named_parameters() if id(parameter) in decayed}
     assert all(name.endswith("weight") and "norm" not in name for name in names)
-    assert "model.layers.0.attention.qkv.weight" in names and "model.embedding.table.weight" in names
+    assert "model.layers.0.attention.qkv.weight" in names and "model.embedding.tables.0.weight" in names
 
 
 def test_schedule_and_trainer_must_agree(tmp_path: Path) -> None:

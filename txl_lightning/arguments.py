@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from txl_lightning.errors import ConfigError, suggest
-from txl_lightning.options import COMMANDS
+from txl_lightning.options import COMMANDS, POSITIONAL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +67,10 @@ class Arguments:
 
     @property
     def overrides(self) -> list[str]:
-        """Everything after the command; `prepare` and `inspect` are the key `action` of `txl data`."""
+        """Everything after the command; `txl data inspect` is `txl data action=inspect`."""
         rest = list(self.words[1:])
-        if self.command == "data" and rest and "=" not in rest[0]:
-            rest[0] = f"action={rest[0]}"
+        if self.command in POSITIONAL and rest and "=" not in rest[0]:
+            rest[0] = f"{POSITIONAL[self.command]}={rest[0]}"
         return rest
 
 

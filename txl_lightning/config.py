@@ -12,57 +12,23 @@ from typing import Any, ClassVar
 
 from txl_lightning import registry
 from txl_lightning.errors import ConfigError, keys_renamed, suggest
+from txl_lightning.model_config import POSITIONS, ModelConfig
 from txl_lightning.options import Options
 from txl_lightning.ranks import check_lanes
 from txl_lightning.section import Section, build_section, key
 
-__all__ = ["Config", "ConfigError", "Options", "Section", "build_named", "build_section", "key", "load"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig(Section):
-    """The Transformer-XL itself."""
-
-    section: ClassVar[str] = "model"
-
-    n_layer: int = key(4, "number of layers", minimum=1)
-    d_model: int = key(128, "width of the residual stream (even: half sines, half cosines)", minimum=2)
-    n_head: int = key(4, "attention heads", minimum=1)
-    d_head: int = key(32, "width of one head", minimum=1)
-    d_inner: int = key(512, "width inside the feed-forward part", minimum=1)
-    vocab_size: int = key(257, "symbols; checked against the data (257: bytes and a separator)", minimum=2)
-    dropout: float = key(
-        0.0, "dropout on embeddings, positions, sub-layer outputs and the output", minimum=0, maximum=0.99
-    )
-    dropatt: float = key(0.0, "dropout on attention weights", minimum=0, maximum=0.99)
-    pre_norm: bool = key(
-        False, "normalise each sub-layer's input (true) or its sum with the residual (false: the paper)"
-    )
-    untie_r: bool = key(False, "give every layer its own biases u and v instead of one shared pair")
-    clamp_len: int = key(-1, "distances beyond this many tokens count as this many; -1: off", minimum=-1)
-    tie_weights: bool = key(True, "the softmax uses the embedding's weights")
-    init_std: float = key(0.02, "standard deviation of initial weights", above=0)
-    attention: str = key(
-        "auto", "how scores are computed: auto picks the fastest exact way", choices=("auto", "reference")
-    )
-    checkpointing: bool = key(False, "recompute each layer in backward instead of keeping its activations")
-
-    def check(self) -> None:
-        if self.d_model % 2:
-            raise self.refuse(
-                "d_model", "must be even: half of it holds sines, half cosines", "take the next even number"
-            )
-        if self.clamp_len == 0:
-            raise self.refuse("clamp_len", "must be -1 or >= 1", "-1 turns clamping off")
-
-    def num_params(self) -> int:
-        """Parameters of the model without those of its memory, counted without building it."""
-        inner, pair = self.n_head * self.d_head, 2 * self.n_head * self.d_head
-        attention = 5 * self.d_model * inner  # queries, keys, values, distances, output
-        feed_forward = 2 * self.d_model * self.d_inner + self.d_inner + self.d_model
-        layer = attention + feed_forward + 4 * self.d_model  # two norms
-        tables = self.vocab_size * self.d_model * (1 if self.tie_weights else 2) + self.vocab_size
-        return tables + self.n_layer * layer + (self.n_layer * pair if self.untie_r else pair)
+__all__ = [
+    "POSITIONS",
+    "Config",
+    "ConfigError",
+    "ModelConfig",
+    "Options",
+    "Section",
+    "build_named",
+    "build_section",
+    "key",
+    "load",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,23 +38,44 @@ class MemoryConfig(Section):
     section: ClassVar[str] = "memory"
 
     name: str = key("none", "memory strategy: see `txl strategies`")
+    reset: str = key(
+        "epoch",
+        "where memory starts anew: with each pass over the text, with each document (also inside a segment), or with "
+        "each segment",
+        choices=("epoch", "document", "segment"),
+    )
 
     def check_fit(self, model: ModelConfig, *, segment_len: int) -> None:
         """Rules between this memory, the model and the segment. Raises ConfigError."""
+
+    @property
+    def reaches_back(self) -> bool:
+        """Whether layers read slots that have a distance (any memory with `mem_len`, unless it says otherwise)."""
+        return getattr(self, "mem_len", 0) > 0
+
+    @property
+    def carries(self) -> bool:
+        """Whether the graph may cross from one segment to the next (as the key `gradient` says, if there is one)."""
+        return getattr(self, "gradient", "stop") == "carry"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMemoryConfig(MemoryConfig):
     """A strategy that lives in some or all layers."""
 
+    words: ClassVar[tuple[str, ...]] = ("all",)  # what `layers` may be beside a list
+
     layers: Any = key("all", "layers that have this memory: all, or a list of indices from 0")
 
     def check(self) -> None:
         wanted = self.layers
-        if wanted == "all":
+        if wanted in self.words:
             return
         if not isinstance(wanted, tuple) or not all(type(i) is int and i >= 0 for i in wanted):
-            raise self.refuse("layers", "must be all or a list of indices >= 0", "for example [0,2]")
+            rule = f"must be {' or '.join(self.words)} or a list of indices >= 0"
+            raise self.refuse("layers", rule, "for example [0,2]")
+        if not wanted:
+            raise self.refuse("layers", "is empty, so no layer would have this memory", "use memory=none")
         if len(set(wanted)) != len(wanted):
             raise self.refuse("layers", "names a layer twice", "name each layer once")
 
@@ -105,17 +92,45 @@ class LayerMemoryConfig(MemoryConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UpperLayerMemoryConfig(LayerMemoryConfig):
+    """A strategy that lives in one layer, three quarters of the way up, unless told otherwise."""
+
+    words: ClassVar[tuple[str, ...]] = ("auto", "all")
+
+    layers: Any = key(
+        "auto", "layers that have this memory: auto (one, of index floor(0.75 n_layer)), all, or a list of indices"
+    )
+
+    def layer_indices(self, n_layer: int) -> list[int]:
+        return [3 * n_layer // 4] if self.layers == "auto" else super().layer_indices(n_layer)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
     """What every corpus has; each adds its own keys in its own file."""
 
     section: ClassVar[str] = "data"
-    unit: ClassVar[str] = "byte"  # what one token stands for in scores: bits per byte, per char, per word
 
     name: str = key("stdlib", "corpus: see configs/data/")
     segment_len: int = key(64, "tokens of one segment, per lane and step", minimum=1)
     batch_size: int = key(16, "lanes read side by side, over all ranks", minimum=1)
+    shuffle: str = key(
+        "none",
+        "units of the training split in a new order each epoch, drawn from the seed; memory runs straight on",
+        choices=("none", "document", "line"),
+    )
+    segment_len_std: float = key(
+        0.0, "tokens that lengths of training segments spread below segment_len; 0: all alike", minimum=0
+    )
     num_workers: int = key(0, "processes that read ahead; 0: read in the training process", minimum=0)
     cache_dir: str | None = key(None, "where token files are kept; null: the user's cache folder")
+
+
+TORCH_OPTIMIZERS = ("adam", "adamw", "nadam", "radam", "adagrad", "rmsprop", "sgd", "adafactor")
+MORE_OPTIMIZERS = ("lamb", "lion", "adabelief")
+"""Those of the package pytorch-optimizer."""
+
+OPTIMIZERS = (*TORCH_OPTIMIZERS, *MORE_OPTIMIZERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,19 +139,46 @@ class OptimConfig(Section):
 
     section: ClassVar[str] = "optim"
 
-    name: str = key("adamw", "optimizer", choices=("adamw", "adam"))
+    name: str = key("adamw", f"optimizer; {', '.join(MORE_OPTIMIZERS)} need the extra optimizers", choices=OPTIMIZERS)
     lr: float = key(2.5e-4, "peak learning rate", above=0)
-    betas: tuple[float, float] = key((0.9, 0.999), "decay of the two running averages", minimum=0, maximum=0.9999999)
-    eps: float = key(1e-8, "added to the denominator of the update", above=0)
-    weight_decay: float = key(0.0, "decay of matrices; never of biases, norms, u and v", minimum=0)
+    betas: tuple[float, float] = key(
+        (0.9, 0.999),
+        "decay of the two running averages; not read by sgd, adagrad, rmsprop, adafactor",
+        minimum=0,
+        maximum=0.9999999,
+    )
+    momentum: float = key(0.0, "of sgd and rmsprop", minimum=0, maximum=0.9999999)
+    eps: float = key(1e-8, "added to the denominator of the update; not read by sgd, adafactor, lion", above=0)
+    weight_decay: float = key(
+        0.0, "decay of matrices; never of biases, norms, gates, u and v and learned positions", minimum=0
+    )
     warmup_steps: int = key(0, "optimizer steps of linear warm-up", minimum=0)
     schedule: str = key(
-        "cosine", "after the warm-up: fall to lr_min along a cosine, or stay", choices=("cosine", "constant")
+        "cosine",
+        "after the warm-up: fall to lr_min along a cosine, fall with 1/sqrt(step), fall by lr_factor whenever val/loss "
+        "has not fallen for `patience` validations, or stay",
+        choices=("cosine", "inverse_sqrt", "plateau", "constant"),
     )
-    lr_min: float = key(0.0, "what the cosine falls to, reached right after the last step", minimum=0)
+    lr_min: float = key(
+        0.0, "the rate never falls below it; the cosine gets there right after the last step", minimum=0
+    )
+    lr_factor: float = key(0.5, "what plateau multiplies the rate with", above=0, maximum=0.999)
+    patience: int = key(5, "validations without a lower val/loss before plateau lowers the rate", minimum=1)
     clip: float = key(0.25, "largest gradient norm; 0: off", minimum=0)
+    ema: float = key(
+        0.0,
+        "decay of the weights' moving average, which validation, checkpoints and evaluation then use; 0: off",
+        minimum=0,
+        maximum=0.9999999,
+    )
 
     def check(self) -> None:
+        if self.momentum and self.name not in ("sgd", "rmsprop"):
+            raise self.refuse(
+                "momentum", f"optim={self.name} has none", "set it to 0: optim.betas says how it averages"
+            )
+        if self.lr_min and self.schedule == "constant":
+            raise self.refuse("lr_min", "optim.schedule=constant never falls", "set it to 0")
         if len(self.betas) != 2:
             raise self.refuse("betas", "must be two numbers", "for example optim.betas=[0.9,0.999]")
         if self.lr_min > self.lr:
@@ -166,6 +208,18 @@ class TrainerConfig(Section):
     accumulate_grad_batches: int = key(
         1, "segments in time before one step; its gradient is the mean over all their targets", minimum=1
     )
+    accumulate_from_step: int = key(
+        0, "optimizer steps made on one segment each before accumulate_grad_batches begins", minimum=0
+    )
+    bptt_segments: int = key(
+        1,
+        "consecutive segments that one backward pass goes through where memory.gradient=carry; "
+        "trainer.accumulate_grad_batches, the segments of a step, must be a multiple",
+        minimum=1,
+    )
+    bptt_grow_steps: int = key(
+        0, "optimizer steps after which bptt_segments reaches one segment further, from 1 on; 0: all at once", minimum=0
+    )
     save_every_steps: int = key(
         0, "optimizer steps between two writes of the checkpoint `last`; 0: only at the end", minimum=0
     )
@@ -177,6 +231,36 @@ class TrainerConfig(Section):
             raise self.refuse(
                 "val_check_interval", "a fraction of an epoch must be <= 1.0", "write an integer for batches"
             )
+        if self.accumulate_from_step and self.accumulate_grad_batches == 1:
+            rule, cure = "trainer.accumulate_grad_batches=1 accumulates nothing", "set that too, to 4 say"
+            raise self.refuse("accumulate_from_step", rule, cure)
+
+        self._check_bptt()
+
+    def _check_bptt(self) -> None:
+        if self.accumulate_grad_batches % self.bptt_segments:
+            rule = f"must divide trainer.accumulate_grad_batches={self.accumulate_grad_batches}, the segments of a step"
+            raise self.refuse("bptt_segments", rule, f"set trainer.accumulate_grad_batches={self.bptt_segments} too")
+        if self.bptt_segments > 1 and self.accumulate_from_step:
+            rule = "trainer.accumulate_from_step begins with steps of one segment"
+            raise self.refuse("bptt_segments", rule, "set one of them only; bptt_grow_steps is a curriculum too")
+        if self.bptt_grow_steps and self.bptt_segments == 1:
+            raise self.refuse("bptt_grow_steps", "trainer.bptt_segments=1 has nothing to grow to", "set that to 4, say")
+
+    def bptt_of_step(self, step: int) -> int:
+        """Segments that a backward pass goes through in optimizer step number `step`, counted from 0."""
+        if not self.bptt_grow_steps:
+            return self.bptt_segments
+        return min(self.bptt_segments, 1 + step // self.bptt_grow_steps)
+
+    def segments_of_step(self, step: int) -> int:
+        """Segments that optimizer step number `step`, counted from 0, sums over."""
+        return 1 if step < self.accumulate_from_step else self.accumulate_grad_batches
+
+    def segments_of_run(self) -> int:
+        """Segments that max_steps read, if no epoch ends inside a step."""
+        alone = min(self.max_steps, self.accumulate_from_step)
+        return alone + (self.max_steps - alone) * self.accumulate_grad_batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,11 +333,42 @@ class Config(TopConfig):
 
     def check(self) -> None:
         self.memory.check_fit(self.model, segment_len=self.data.segment_len)
+        self._check_fit_at_evaluation()
+        self._check_reach()
+        if self.trainer.bptt_segments > 1 and not self.memory.carries:
+            rule = f"memory={self.memory.name} carries no gradient from one segment to the next"
+            cure = "set it to 1, or memory.gradient=carry where the memory has that key"
+            raise self.trainer.refuse("bptt_segments", rule, cure)
         world = self.trainer.devices * self.trainer.num_nodes
         if world > 1 and self.strategy.name == "auto":
             raise ConfigError("strategy", "auto", f"cannot run {world} ranks", "set strategy=ddp or trainer.devices=1")
         check_lanes(self.data.batch_size, ranks=world, key="data.batch_size")
         check_lanes(self.eval_batch_size, ranks=world, key=self.eval_batch_key)
+
+    def _check_fit_at_evaluation(self) -> None:
+        """The memory's rules about segments hold for those of evaluation too, and are said of their key."""
+        try:
+            self.memory.check_fit(self.model, segment_len=self.eval_segment_len)
+        except ConfigError as error:
+            rule, cure = (part.replace("data.segment_len", "eval.segment_len") for part in (error.rule, error.cure))
+            raise ConfigError(error.key, error.value, rule, cure) from error
+
+    def _check_reach(self) -> None:
+        if self.memory.reaches_back and not POSITIONS[self.model.position]:
+            able = " or ".join(name for name, reads in POSITIONS.items() if reads)
+            rule = "numbers the tokens of one segment, so it cannot tell where a memory's tokens stand"
+            cure = f"set memory=none (memory.mem_len=0), or model.position to {able}"
+            raise self.model.refuse("position", rule, cure)
+        if self.model.same_length and getattr(self.memory, "mem_len", 0) < 1:
+            rule = f"needs memory.mem_len >= 1, the length it is named after, and memory={self.memory.name} has none"
+            raise self.model.refuse("same_length", rule, "set it to false, or use memory=cache")
+
+    @property
+    def distance_limit(self) -> int | None:
+        """Largest distance a token sees under `model.same_length`; None: any."""
+        if not self.model.same_length:
+            return None
+        return int(getattr(self.memory, "mem_len", 0)) - (self.model.same_length_rule == "mem_len")
 
     @property
     def eval_batch_size(self) -> int:

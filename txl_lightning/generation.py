@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from txl_lightning.model.transformer import TransformerXL
+from txl_lightning.types import Segment
 
 
 class Session:
@@ -16,16 +17,23 @@ class Session:
     Memory is written once per full segment, exactly as in evaluation with the same segment length; the segment under
     way is read again for each token, so every memory strategy works without code of its own.
 
+    Memory starts anew where `memory.reset` of the model's configuration says.
+
     Args:
         model: in evaluation mode.
         segment_len: tokens between two writes; that of training gives training's behaviour.
+        separator: the id that ends a document; with memory.reset=document.
     """
 
-    def __init__(self, model: TransformerXL, *, segment_len: int) -> None:
-        self.model = model
+    def __init__(self, model: TransformerXL, *, segment_len: int, separator: int | None = None) -> None:
+        self.reset = model.run_config.memory.reset
+        if self.reset == "document" and separator is None:
+            raise ValueError("memory.reset=document needs the separator: the id that ends a document")
+        self.model, self.separator = model, separator
         self.segment_len = segment_len
         self.state = model.init_state(1, form="projected")
         self.partial: list[int] = []  # tokens of the segment under way
+        self.before: int | None = None  # the token before them
         self.log_probs_V: Tensor | None = None  # of the next token; None before the first
 
     @torch.inference_mode()
@@ -46,11 +54,27 @@ class Session:
             yield token
 
     def _read(self) -> None:
-        device = self.model.softmax.weight.device
-        out = self.model(torch.tensor([self.partial], device=device), self.state)
-        self.log_probs_V = self.model.log_probs(out.hidden_BTD[:, -1:])[0, 0]
+        n_token = len(self.partial)
+        padding = self.segment_len - n_token if self.model.needs_whole_segments else 0
+        tokens_BT = torch.tensor([self.partial + [0] * padding], device=self.model.device)
+        out = self.model(tokens_BT, self.state, self._segment(tokens_BT, padding))
+        self.log_probs_V = self.model.log_probs(out.hidden_BTD[:, n_token - 1 : n_token])[0, 0]
         if len(self.partial) == self.segment_len:
-            self.state, self.partial = out.state, []
+            self.state, self.before, self.partial = out.state, self.partial[-1], []
+
+    def _segment(self, tokens_BT: Tensor, padding: int) -> Segment:
+        """Length, reset and documents, as `data.lanes` gives them."""
+        segment = Segment.full(tokens_BT)
+        segment = segment._replace(length=segment.length - padding)
+        if self.reset == "segment":
+            return segment._replace(reset=torch.ones_like(segment.reset))
+        if self.reset == "document":  # one begins behind each separator
+            assert self.separator is not None
+            ended = tokens_BT.roll(1, dims=1).eq(self.separator)
+            ended[:, 0] = False
+            reset = torch.full_like(segment.reset, self.before == self.separator)
+            return segment._replace(reset=reset, document=ended.cumsum(dim=1))
+        return segment
 
 
 class SamplingRule:

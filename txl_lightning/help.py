@@ -18,7 +18,7 @@ from txl_lightning.config import SECTIONS, Config
 from txl_lightning.errors import yaml_text
 from txl_lightning.exit_codes import MEANINGS
 from txl_lightning.keys import GROUPS, PLUGGED, SEVERAL, own_keys
-from txl_lightning.options import COMMANDS, Command
+from txl_lightning.options import COMMANDS, POSITIONAL, Command
 
 
 def show_versions() -> None:
@@ -50,12 +50,12 @@ def show_help(config_dir: str | None = None, *, stderr: bool = False) -> None:
 def show_command_help(name: str, config_dir: str | None = None) -> None:
     """Every key that a command reads, with its choices, its meaning and what a plain `txl COMMAND` sets it to."""
     console, command = Console(highlight=False), COMMANDS[name]
-    action = " prepare|inspect" if name == "data" else ""
+    action = {"data": " prepare|inspect", "reproduce": " [NAME]"}.get(name, "")
     console.print(f"[bold]txl {name}{action}[/bold] KEY=VALUE ...    {command.summary}")
     plain = _plain_values(name, config_dir)
     kept = "; keys without a value stay as the checkpoint has them" if "ckpt" in plain else ""
     console.print(f"Values shown: those of a plain txl {name}{kept}. Choices: {{A,B}}.\n", markup=False)
-    own = [key for key in own_keys(name) if key != "action"]
+    own = [key for key in own_keys(name) if key != POSITIONAL.get(name)]
     schemas = {item.name: item for schema in (Config, command.options) for item in dataclasses.fields(schema)}
     _print(console, "Keys", [_row(key, schemas[key], plain) for key in own])
     _print(console, "Groups", _groups(filter(command.reads, GROUPS), config_dir))

@@ -58,7 +58,7 @@ class Request:
 
 def command_module(command: str) -> ModuleType:
     """The module with `check` and `run`."""
-    name = {"eval": "evaluate"}.get(command, command)
+    name = {"eval": "evaluate", "import": "import_"}.get(command, command)
     return importlib.import_module(f"txl_lightning.commands.{name}")
 
 

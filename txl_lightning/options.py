@@ -56,6 +56,41 @@ class StrategiesOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReproduceOptions(Options):
+    """`txl reproduce NAME`."""
+
+    name: str | None = key(None, "experiment whose published result is meant; null: list all")
+    speed: float | None = key(None, "training tokens per second of one device, to estimate device-hours", above=0)
+    speed_from: str | None = key(None, "folder of a short run of the experiment that measured the speed")
+    out: str | None = key(None, "also write what is shown to this JSON file")
+
+
+LAYOUTS = ("authors", "nvidia", "huggingface")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions(Options):
+    """`txl import`."""
+
+    src: str | None = key(None, "weight file or folder of another Transformer-XL (required)")
+    to: str | None = key(None, "checkpoint to write (required)")
+    layout: str | None = key(None, "whose names and conventions the weights have (required)", choices=(*LAYOUTS, None))
+    config: str | None = key(
+        None, "JSON with the model's arguments; null: those in the file, or STEM.json or config.json beside it"
+    )
+    vocab: str | None = key(None, "vocab.json of a token folder: what the ids stand for; txl generate needs it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(Options):
+    """`txl export`."""
+
+    ckpt: str | None = key(None, "checkpoint file or run folder to export (required)")
+    to: str | None = key(None, "file to write: .safetensors, .pt or .bin, or a folder; configuration goes beside")
+    layout: str | None = key(None, "whose names and conventions to write (required)", choices=(*LAYOUTS, None))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Command:
     """One command.
 
@@ -78,7 +113,10 @@ class Command:
 
 
 _MODEL = ("model", "model.*", "memory", "memory.*")
-_FOR_TRAINING = ("model.dropout", "model.dropatt", "model.init_std", "model.checkpointing")
+_FOR_TRAINING = tuple(
+    f"model.{name}"
+    for name in "dropout dropatt dropemb variational_dropout init_std proj_init_std checkpointing".split()
+)
 _DATA = ("data", "data.*")
 _DEVICES = (
     "trainer.accelerator",
@@ -89,7 +127,8 @@ _DEVICES = (
     "strategy.*",
 )
 _BAR = ("callbacks", "callbacks.progress_bar.*")
-_LANES = ("data.segment_len", "data.batch_size", "data.num_workers")
+_ORDER = ("data.shuffle", "data.segment_len_std")  # of training
+_LANES = ("data.segment_len", "data.batch_size", "data.num_workers", *_ORDER)
 
 COMMANDS = {
     "fit": Command(summary="train; the run folder gets configuration, checkpoints, curves and result.json"),
@@ -97,7 +136,7 @@ COMMANDS = {
         summary="score a checkpoint; starts from its stored configuration",
         options=EvalOptions,
         read=(*_MODEL, *_DATA, "eval.*", *_DEVICES, *_BAR),
-        unread=_FOR_TRAINING,
+        unread=(*_FOR_TRAINING, *_ORDER),
     ),
     "generate": Command(
         summary="sample from a checkpoint with the memory carried along",
@@ -117,19 +156,45 @@ COMMANDS = {
         read=("experiment", *_MODEL),
         unread=_FOR_TRAINING,
     ),
+    "reproduce": Command(
+        summary="the commands of a published result, its score, and device-hours at a measured speed",
+        options=ReproduceOptions,
+        read=(),
+    ),
+    "import": Command(
+        summary="make a checkpoint of another code's weights: the authors', NVIDIA's or Hugging Face's",
+        options=ImportOptions,
+        read=(*_DATA, "eval.*"),
+        unread=_LANES,
+    ),
+    "export": Command(
+        summary="write a checkpoint's weights as another code names them",
+        options=ExportOptions,
+        read=("memory.mem_len", "model.clamp_len", "model.same_length", "data.segment_len"),
+    ),
     "demo": Command(summary="train, evaluate and sample: two minutes on a laptop", unread=("dry_run",)),
 }
+
+POSITIONAL = {"data": "action", "reproduce": "name"}
+"""Keys that are given by their value alone, as the first word after a command."""
 
 FREE_TEXT = (
     "prompt",
     "prompt_file",
     "ckpt",
+    "src",
+    "to",
+    "config",
+    "vocab",
     "out",
+    "speed_from",
     "run_dir",
     "data.path",
     "data.train",
     "data.valid",
     "data.test",
+    "data.tokenizer",
+    "data.vocab_file",
     "data.cache_dir",
 )
 """Keys whose values are taken letter by letter: they may hold =, quotes, ~, spaces, or look like numbers."""

@@ -71,8 +71,9 @@ class Section:
                 raise self.refuse(item.name, f"must be > {rules['above']}", _range_cure(rules))
             if "maximum" in rules and number > rules["maximum"]:
                 raise self.refuse(item.name, f"must be <= {rules['maximum']}", _range_cure(rules))
-        if "choices" in rules and value not in rules["choices"]:
-            raise self.refuse(item.name, "no such choice", suggest(str(value), map(str, rules["choices"])))
+        for choice in value if isinstance(value, tuple) else (value,):
+            if "choices" in rules and choice not in rules["choices"]:
+                raise self.refuse(item.name, "no such choice", suggest(str(choice), map(str, rules["choices"])))
 
 
 def _range_cure(rules: Mapping[str, Any]) -> str:

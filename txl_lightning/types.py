@@ -33,6 +33,19 @@ class Segment(NamedTuple):
             length=torch.full((batch,), length, dtype=torch.int64, device=device),
         )
 
+    def since_start(self, before_B: Tensor) -> Tensor:
+        """(B,) tokens of each lane since it last started anew, after this segment.
+
+        Args:
+            before_B: (B,) the same count before it, 0 where the lane resets.
+        """
+        if self.document is None:
+            return before_B + self.length
+        last = (self.length - 1).clamp(min=0)[:, None]
+        same = (self.document == self.document.gather(1, last)) & self.mask(self.document.shape[1])
+        count = same.sum(dim=1)  # tokens of the document that the segment ends in
+        return torch.where(count < self.length, count, before_B + self.length)
+
     def mask(self, n_token: int) -> Tensor:
         """(B, T) bool, True on real tokens."""
         return torch.arange(n_token, device=self.length.device) < self.length[:, None]
@@ -65,6 +78,7 @@ class Slots(NamedTuple):
     age: Tensor
     bias: Tensor  # (1|B, 1|H, 1|T, S) float, additive; MASKED where empty; may carry gradient; causal in t
     positioned: Tensor | None = None  # (S,) bool; False: no position term, always visible. None: all True
+    farthest: Tensor | None = None  # (S,) int64: distance = min(age + t, farthest). None: it grows with every token
 
 
 class Tap(NamedTuple):
@@ -81,6 +95,7 @@ class Tap(NamedTuple):
     usage_BS: Tensor | None = None  # float32 attention each of its slots received, summed over heads and real queries
     usage_BT: Tensor | None = None  # the same for the segment's own tokens; both only where declared
     suffix_BND: Tensor | None = None  # the layer's output at the model's suffix memory tokens, if it has any
+    before_BTD: Tensor | None = None  # the layer's input as it was before this strategy's own `residual`
 
 
 class Aux(NamedTuple):

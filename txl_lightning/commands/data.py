@@ -11,7 +11,8 @@ from rich.text import Text
 
 from txl_lightning.commands.output import check_out, write_out
 from txl_lightning.config import Config, DataConfig
-from txl_lightning.data import store, vocab
+from txl_lightning.data import store
+from txl_lightning.data.counts import verdict
 from txl_lightning.data.store import Survey
 from txl_lightning.options import DataOptions
 
@@ -48,8 +49,8 @@ def run(config: Config, options: DataOptions) -> None:
 
 def _facts(found: Survey) -> dict[str, Any]:
     """The survey as plain containers, and what its names stand for."""
-    facts = dataclasses.asdict(found)
-    facts |= {"folder": str(found.folder), "vocab_rule": vocab.get(found.vocab_name).rule}
+    facts = {item.name: getattr(found, item.name) for item in dataclasses.fields(found) if item.name != "vocab"}
+    facts |= {"folder": str(found.folder), "vocab_rule": found.vocab.rule}
     facts["files"] = {split: str(found.folder / f"{split}.bin") for split in found.tokens} if found.cached else {}
     return facts
 
@@ -58,14 +59,14 @@ def _sample(config: DataConfig) -> dict[str, str]:
     """The first split there is, and its first tokens as text."""
     split, tokens = store.sample(config, n_token=SAMPLE)
     found = store.look(config)
-    return {"split": split, "text": vocab.get(found.vocab_name).decode(tokens)}
+    return {"split": split, "text": found.vocab.decode(tokens)}
 
 
 def _print_facts(console: Console, found: Survey, sample: dict[str, str]) -> None:
-    details = ", ".join(f"{name} {_number(value)}" for name, value in found.details.items())
+    details = ", ".join(f"{name} {_value(value)}" for name, value in found.details.items() if name != "made_from")
     lines = {
         "corpus": f"{found.corpus}, rule version {found.rule_version}",
-        "vocabulary": f"{found.vocab_name}, {found.vocab_size} ids: {vocab.get(found.vocab_name).rule}",
+        "vocabulary": f"{found.vocab_name}, {found.vocab_size} ids: {found.vocab.rule}",
         "splits": found.split_rule,
         "details": details,
         "fingerprint": found.fingerprint,
@@ -76,12 +77,14 @@ def _print_facts(console: Console, found: Survey, sample: dict[str, str]) -> Non
     for note in found.notes:
         console.print(Text(f"{'note':<12} {note}"))
     table = Table()
-    for title in ("split", "documents", "tokens", found.unit + "s"):
+    for title in ("split", "documents", "tokens", "bytes"):
         table.add_column(title, justify="left" if title == "split" else "right")
     for split in found.tokens:
         counts = (found.documents[split], found.tokens[split], found.bytes[split])
         table.add_row(split, *map(_number, counts))
     console.print(table)
+    if found.published:
+        _print_published(console, found)
     console.print(Text(f"{sample['split']} begins:\n{_printable(sample['text'])}"))
 
 
@@ -89,6 +92,25 @@ def _print_files(console: Console, found: Survey) -> None:
     for split, n_token in found.tokens.items():
         console.print(Text(f"{split:<6} {_number(n_token):>15} tokens  {found.folder / f'{split}.bin'}"))
     console.print(Text(f"fingerprint {found.fingerprint}"))
+
+
+def _print_published(console: Console, found: Survey) -> None:
+    """Counts of the literature beside ours."""
+    table = Table()
+    for title in ("count", "split", "ours", "published", ""):
+        table.add_column(title, justify="right" if title in ("ours", "published") else "left")
+    for row in found.published:
+        differs = "differs" if row["differs"] else ""
+        table.add_row(row["what"], row["split"], _number(row["ours"]), _number(row["published"]), differs)
+    console.print(table)
+    console.print(Text(verdict(found.published)))
+
+
+def _value(value: object) -> str:
+    """A detail; one that differs between splits is given for each."""
+    if isinstance(value, dict):
+        return " / ".join(map(_number, value.values()))
+    return _number(value)
 
 
 def _number(value: object) -> str:

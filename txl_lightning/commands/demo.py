@@ -9,18 +9,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from txl_lightning.build import document_end
 from txl_lightning.checkpoints import load_checkpoint
 from txl_lightning.commands import fit as fit_command
 from txl_lightning.commands.evaluate import progress_bar
-from txl_lightning.commands.generate import stream
+from txl_lightning.commands.generate import show, vocab_of
 from txl_lightning.commands.output import write_out
 from txl_lightning.config import Config, ConfigError, Options
-from txl_lightning.data.vocab import ByteVocab
+from txl_lightning.data.store import sample
 from txl_lightning.evaluation.cached import Evaluation, evaluate
 from txl_lightning.generation import SamplingRule, Session
 from txl_lightning.training.stopping import GracefulStop
 
-PROMPT = "def "
+PROMPT, PROMPT_TOKENS = "def ", 8
 SAMPLE_TOKENS = 300
 
 
@@ -66,8 +67,12 @@ def _show(found: dict[str, Evaluation]) -> None:
 
 
 def _sample(config: Config, run_dir: str) -> None:
-    print(f"\n{SAMPLE_TOKENS} sampled bytes:\n\n{PROMPT}", end="")
-    session = Session(load_checkpoint(run_dir, config), segment_len=config.data.segment_len)
-    session.feed(ByteVocab().encode(PROMPT).tolist())
+    vocab = vocab_of(run_dir)
+    # a prompt of Python source fits bytes; any other text begins with its own first tokens
+    prompt = vocab.encode(PROMPT) if vocab.unit == "byte" else sample(config.data, n_token=PROMPT_TOKENS)[1]
+    print(f"\n{SAMPLE_TOKENS} sampled {vocab.unit}s:\n\n{vocab.decode(prompt)}", end="")
+    model = load_checkpoint(run_dir, config)
+    session = Session(model, segment_len=config.data.segment_len, separator=document_end(vocab))
+    session.feed(prompt.tolist())
     generator = torch.Generator().manual_seed(config.seed)
-    stream(session.sample(SAMPLE_TOKENS, rule=SamplingRule(temperature=0.8), generator=generator))
+    show(vocab.stream(session.sample(SAMPLE_TOKENS, rule=SamplingRule(temperature=0.8), generator=generator)))

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -14,8 +15,9 @@ from torch import Tensor
 from txl_lightning.commands.output import bytes_in_words
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.lanes import LaneLayout
-from txl_lightning.data.store import survey
+from txl_lightning.data.store import Meta, sample, survey
 from txl_lightning.model.transformer import TransformerXL
+from txl_lightning.training.optim import optimizer_bytes
 from txl_lightning.training.trainer import device_kind, resolve_precision
 from txl_lightning.types import n_byte
 
@@ -24,13 +26,15 @@ from txl_lightning.types import n_byte
 class Needs:
     """Bytes per rank, and the length of a pass."""
 
-    parameters: int  # number of them, not bytes
+    parameters: int  # number of them, not bytes, with those of the memory
+    memory_parameters: int
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     state_bytes: int
     activation_bytes: int
-    steps_per_epoch: int
+    steps_per_epoch: int  # once accumulation has begun
+    epochs: float  # in max_steps
     available_bytes: int | None  # None: the device does not say
 
     @property
@@ -55,14 +59,21 @@ def needs(config: Config) -> Needs:
         model = model.to(torch.bfloat16)
     state = model.init_state(lanes, dtype=torch.bfloat16 if "bf16" in precision else torch.float32)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    segments, keys = segments_per_epoch(config, survey(config.data)), config.trainer
+    alone = min(keys.accumulate_from_step, keys.max_steps)
+    steps_per_epoch = -(-segments // keys.accumulate_grad_batches)
+    one_segment = _saved_for_backward(model, state, config, mixed=precision.endswith("mixed"), dtype=dtype)
     found = Needs(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=count,
+        memory_parameters=count - config.model.num_params(),
         parameter_bytes=weights,
         gradient_bytes=weights,
-        optimizer_bytes=2 * weights,  # adam keeps two running averages
+        optimizer_bytes=optimizer_bytes(weights, config.optim),
         state_bytes=n_byte(state),
-        activation_bytes=_saved_for_backward(model, state, config, mixed=precision.endswith("mixed"), dtype=dtype),
-        steps_per_epoch=_steps_per_epoch(config),
+        activation_bytes=one_segment * keys.bptt_segments,  # one backward pass goes through all of them
+        steps_per_epoch=steps_per_epoch,
+        epochs=alone / segments + (keys.max_steps - alone) / steps_per_epoch,
         available_bytes=_available(device_kind(config)),
     )
     if found.available_bytes is not None and found.total_bytes > found.available_bytes:
@@ -78,6 +89,7 @@ def show_needs(config: Config) -> None:
     found = needs(config)
     table = Table(title="what each rank needs", show_header=False)
     table.add_row("number of parameters", f"{found.parameters:,}")
+    table.add_row("of them the memory's own", f"{found.memory_parameters:,}")
     labels = {
         "parameter": "parameters",
         "gradient": "gradients",
@@ -89,7 +101,7 @@ def show_needs(config: Config) -> None:
     for name, label in labels.items():
         table.add_row(label, bytes_in_words(getattr(found, f"{name}_bytes")))
     table.add_row("optimizer steps per epoch", f"{found.steps_per_epoch:,}")
-    table.add_row("epochs in max_steps", f"{config.trainer.max_steps / found.steps_per_epoch:.2f}")
+    table.add_row("epochs in max_steps", f"{found.epochs:.2f}")
     Console().print(table)
 
 
@@ -108,21 +120,37 @@ def _saved_for_backward(
         return tensor
 
     lanes = state["age"].shape[0]
-    tokens = torch.zeros(lanes, config.data.segment_len, dtype=torch.int64, device="meta")
+    targets = _some_targets(config, lanes)
+    tokens = targets.to("meta")
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         with torch.autocast("cpu", dtype=dtype, enabled=mixed):
-            out = model(tokens, state, None, tokens)
+            out = model(tokens, state, None, targets)
         assert out.losses_BT is not None
         loss = out.losses_BT.sum()
     assert loss.requires_grad  # keeps the graph, and so every storage, alive until here
     return sum(kept.values())
 
 
-def _steps_per_epoch(config: Config) -> int:
-    n_token, keys = survey(config.data).require("train"), config.data
-    layout = LaneLayout(n_token=n_token, lanes=keys.batch_size, used=keys.batch_size, segment_len=keys.segment_len)
-    return -(-layout.n_segment // config.trainer.accumulate_grad_batches)
+def _some_targets(config: Config, lanes: int) -> Tensor:
+    """(B, T) tokens from the start of the text: the cost of an adaptive softmax depends on how rare they are."""
+    size = (lanes, config.data.segment_len)
+    _, found = sample(config.data, n_token=size[0] * size[1])
+    return torch.from_numpy(np.resize(found.astype(np.int64), size))
+
+
+def segments_per_epoch(config: Config, meta: Meta) -> int:
+    """Segments of a pass over the training split."""
+    n_token, keys = meta.require("train"), config.data
+    layout = LaneLayout(
+        n_token=n_token,
+        lanes=keys.batch_size,
+        used=keys.batch_size,
+        segment_len=keys.segment_len,
+        segment_len_std=keys.segment_len_std,
+        seed=config.seed,
+    )
+    return layout.n_segment
 
 
 def _available(kind: str) -> int | None:

@@ -7,17 +7,19 @@ from rich.console import Console
 from rich.table import Table
 
 from txl_lightning import registry
-from txl_lightning.build import check_vocabulary
-from txl_lightning.checkpoints import load_checkpoint, read_checkpoint
+from txl_lightning.build import check_resets, check_vocabulary
+from txl_lightning.checkpoints import checkpoint_file, load_checkpoint, read_checkpoint
 from txl_lightning.commands.output import check_out, write_out
 from txl_lightning.config import Config, ConfigError
-from txl_lightning.data.store import Meta, survey
+from txl_lightning.data.store import Meta, Survey, survey
+from txl_lightning.data.tokenizer import TokenizerVocab
+from txl_lightning.data.vocab import from_dict
 from txl_lightning.evaluation.cached import Evaluation, evaluate
 from txl_lightning.options import EvalOptions
 from txl_lightning.training.stopping import GracefulStop
 from txl_lightning.training.trainer import check_devices
 
-READING = ("segment_len", "batch_size", "num_workers", "cache_dir")
+READING = ("segment_len", "batch_size", "shuffle", "segment_len_std", "num_workers", "cache_dir")
 """Keys of `data` that say how text is read, not which."""
 
 
@@ -31,8 +33,21 @@ def check(config: Config, options: EvalOptions) -> None:
     found = survey(config.data, training=False)
     found.require(options.split)
     check_vocabulary(config, found)
+    check_resets(config, found.vocab)
+    check_same_ids(config, found, ckpt=options.ckpt)
     if not options.other_text:
         check_same_text(config, found, ckpt=options.ckpt)
+
+
+def check_same_ids(config: Config, found: Survey, *, ckpt: str) -> None:
+    """Refuse text whose ids mean something else than those the checkpoint was trained on. Raises ConfigError."""
+    saved = read_checkpoint(ckpt)["txl_lightning"].get("vocab")
+    if saved is not None and from_dict(saved).digest != found.vocab_digest:
+        rule = f"the ids of this text ({found.vocab_name}) do not mean what the checkpoint's do"
+        cure = "read the text it was trained on"
+        if isinstance(found.vocab, TokenizerVocab):
+            cure = f"encode it as that was: data.tokenizer={checkpoint_file(ckpt)} data.tokenizer_size=null"
+        raise ConfigError("data", config.data.name, rule, cure)
 
 
 def check_same_text(config: Config, found: Meta, *, ckpt: str) -> None:
@@ -73,10 +88,14 @@ def show(found: Evaluation) -> None:
     for name, value in found.scores.items():
         table.add_row(name, f"{value:.4f}")
     table.add_row("scored targets", f"{found.n_target:,}")
+    for unit, count in found.scored.items():
+        table.add_row(f"scored {unit}s", f"{count:,}")
     table.add_row("segment_len", str(found.segment_len))
     table.add_row("memory", ", ".join(f"{key}={value}" for key, value in found.memory.items()))
     table.add_row("memory starts anew", f"each {found.memory_reset}")
     table.add_row("clamp_len", str(found.clamp_len))
+    if found.same_length is not None:
+        table.add_row("same_length", f"every token sees {found.same_length} keys")
     table.add_row("lanes", f"{found.n_lane} of {found.batch_size}")
     table.add_row("precision", found.precision)
     table.add_row("text", found.data_fingerprint[:16])

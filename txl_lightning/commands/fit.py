@@ -14,15 +14,16 @@ from rich.console import Console
 from rich.table import Table
 
 from txl_lightning import registry
-from txl_lightning.build import check_vocabulary
+from txl_lightning.build import check_resets, check_vocabulary
 from txl_lightning.checkpoints import FOLDER, LAST
-from txl_lightning.commands.dry_run import show_needs
-from txl_lightning.config import Config, Options
-from txl_lightning.data.store import survey
+from txl_lightning.commands.dry_run import segments_per_epoch, show_needs
+from txl_lightning.config import Config, ConfigError, Options
+from txl_lightning.data.store import Meta, survey
 from txl_lightning.exit_codes import FAILED
 from txl_lightning.training.checkpointing import checkpoint_callbacks, keep_if_best
 from txl_lightning.training.datamodule import TextDataModule
 from txl_lightning.training.module import NonFiniteLoss, TransformerXLModule
+from txl_lightning.training.optim import check_optimizer
 from txl_lightning.training.run_folder import RESULT, forget_facts, refuse_used_folder, write_facts, write_json
 from txl_lightning.training.stopping import GracefulStop, Stopped
 from txl_lightning.training.trainer import build_loggers, build_trainer, check_devices
@@ -42,8 +43,25 @@ def check(config: Config, options: Options) -> None:
     if not config.dry_run:
         refuse_used_folder(config.run_dir)
     check_devices(config)
+    check_optimizer(config.optim)
     found = survey(config.data)
     check_vocabulary(config, found)
+    check_resets(config, found.vocab)
+    if config.optim.schedule == "plateau":
+        check_plateau(config, found)
+
+
+def check_plateau(config: Config, found: Meta) -> None:
+    """The schedule `plateau` watches validations before the last step. Raises ConfigError."""
+    if "valid" not in found.tokens:
+        cure = "give the corpus a validation split or take another schedule"
+        raise ConfigError("optim.schedule", "plateau", "there is no validation split whose loss it could watch", cure)
+    interval, window = config.trainer.val_check_interval, config.trainer.bptt_segments  # a window is one batch
+    per_epoch = -(-segments_per_epoch(config, found) // window)
+    first = interval if isinstance(interval, int) else max(1, int(per_epoch * interval))
+    if first >= config.trainer.segments_of_run() // window:
+        rule = f"the first validation would come after {first} batches, when training is over: plateau sees none"
+        raise ConfigError("trainer.val_check_interval", interval, rule, "validate more often")
 
 
 def run(config: Config, options: Options) -> None:

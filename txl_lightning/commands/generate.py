@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import sys
 from collections.abc import Iterable
@@ -10,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from txl_lightning.checkpoints import load_checkpoint
+from txl_lightning.build import document_end
+from txl_lightning.checkpoints import load_checkpoint, read_checkpoint
 from txl_lightning.config import Config, ConfigError
-from txl_lightning.data.vocab import ByteVocab, Tokens
+from txl_lightning.data.vocab import ByteVocab, Tokens, Vocab, from_dict
 from txl_lightning.generation import SamplingRule, Session
 from txl_lightning.options import GenerateOptions
 from txl_lightning.process import printable
@@ -30,50 +30,81 @@ def check(config: Config, options: GenerateOptions) -> None:
         raise ConfigError("prompt", "", "is missing", cure)
     if options.prompt == "":
         raise options.refuse("prompt", "is empty", "give at least one character to continue")
-    if options.prompt_file is not None and not len(read_prompt(options)):
+    if options.prompt_file is not None and not read_text(options):
         raise options.refuse("prompt_file", "the file is empty", "give at least one character to continue")
     device_kind(config)
     load_checkpoint(options.ckpt, config)
+    vocab = vocab_of(options.ckpt)
+    if options.prompt != "-":
+        encoded(options, read_text(options), vocab)
 
 
 def run(config: Config, options: GenerateOptions) -> None:
     """Print the prompt and, token by token, how the model continues it."""
     assert options.ckpt is not None
-    prompt = read_prompt(options)
-    if not len(prompt):
+    vocab, text = vocab_of(options.ckpt), read_text(options)
+    if not text:
         raise options.refuse("prompt", "standard input is empty", "give at least one character to continue")
+    prompt = encoded(options, text, vocab)
     model = load_checkpoint(options.ckpt, config).to(device_kind(config))
-    session = Session(model, segment_len=config.data.segment_len)
+    session = Session(model, segment_len=config.data.segment_len, separator=document_end(vocab))
     session.feed(prompt.tolist())
-    sys.stdout.write(printable(ByteVocab().decode(prompt)))
+    sys.stdout.write(printable(vocab.decode(prompt)))
     rule = SamplingRule(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     generator = torch.Generator().manual_seed(config.seed)
-    stream(session.sample(options.tokens, rule=rule, generator=generator))
+    show(vocab.stream(session.sample(options.tokens, rule=rule, generator=generator)))
 
 
 CONTROL = dict.fromkeys([*range(9), *range(11, 32), 127], "\ufffd")
 """Characters that would make the terminal do something instead of showing something."""
 
 
-def stream(tokens: Iterable[int]) -> None:
-    """Write tokens to standard output as they come; characters of several bytes appear when they are whole."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in tokens:
-        sys.stdout.write(printable(decoder.decode(ByteVocab().to_bytes([token])).translate(CONTROL)))
+def show(pieces: Iterable[str]) -> None:
+    """Write text to standard output as it comes."""
+    for piece in pieces:
+        sys.stdout.write(printable(piece.translate(CONTROL)))
         sys.stdout.flush()
-    sys.stdout.write(printable(decoder.decode(b"", final=True)) + "\n")
+    sys.stdout.write("\n")
 
 
-def read_prompt(options: GenerateOptions) -> Tokens:
-    """(N,) ids of the prompt, wherever it is given.
+def vocab_of(ckpt: str) -> Vocab:
+    """The vocabulary a checkpoint holds.
 
     Raises:
-        ConfigError: its file cannot be read.
+        ConfigError: it holds none: it was imported, or trained on a data module of the user's own.
     """
+    own = read_checkpoint(ckpt)["txl_lightning"]
+    if own.get("vocab") is not None:
+        return from_dict(own["vocab"])
+    stored = own["config"]
+    if (
+        "vocab" not in own
+        and stored["data"]["name"] in ("stdlib", "text")
+        and stored["model"]["vocab_size"] == ByteVocab.size
+    ):
+        return ByteVocab()  # written before checkpoints held their vocabulary
+    rule = "this checkpoint has no vocabulary, as is so with imported weights: nothing says which text its ids are"
+    raise ConfigError("ckpt", ckpt, rule, "txl eval scores it; to sample, import it again with vocab=FILE")
+
+
+def read_text(options: GenerateOptions) -> str | bytes:
+    """The prompt, wherever it is given. Raises ConfigError if its file cannot be read."""
     if options.prompt_file is not None:
-        return ByteVocab().encode(_content(options, os.path.expanduser(options.prompt_file)))
+        return _content(options, os.path.expanduser(options.prompt_file))
     assert options.prompt is not None
-    return ByteVocab().encode(sys.stdin.buffer.read() if options.prompt == "-" else options.prompt)
+    return sys.stdin.buffer.read() if options.prompt == "-" else options.prompt
+
+
+def encoded(options: GenerateOptions, text: str | bytes, vocab: Vocab) -> Tokens:
+    """(N,) ids of the prompt. Raises ConfigError if the vocabulary cannot write it."""
+    name = "prompt" if options.prompt_file is None else "prompt_file"
+    try:
+        tokens = vocab.encode(text)
+    except ConfigError as error:
+        raise options.refuse(name, f"{error.value} {error.rule}", error.cure) from error
+    if not len(tokens):
+        raise options.refuse(name, "holds no token of the vocabulary", f"give at least one {vocab.unit}")
+    return tokens
 
 
 def _content(options: GenerateOptions, path: str) -> bytes:

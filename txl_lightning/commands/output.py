@@ -11,17 +11,17 @@ from txl_lightning.ranks import is_first_rank
 from txl_lightning.training.run_folder import write_json
 
 
-def check_out(out: str | None) -> None:
-    """Refuse a file `out` that cannot be written. Raises ConfigError."""
+def check_out(out: str | None, *, key: str = "out") -> None:
+    """Refuse a file `out` that cannot be written; `key` is the setting it comes from. Raises ConfigError."""
     if out is None:
         return
     path = Path(os.path.expanduser(out))
     if path.is_dir():
-        raise ConfigError("out", out, "is a folder", "give a file in it")
+        raise ConfigError(key, out, "is a folder", "give a file in it")
     if not path.parent.is_dir():
-        raise ConfigError("out", out, "its folder does not exist", "make the folder first")
+        raise ConfigError(key, out, "its folder does not exist", "make the folder first")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError("out", out, "cannot be written", "give a file elsewhere")
+        raise ConfigError(key, out, "cannot be written", "give a file elsewhere")
 
 
 def write_out(out: str | None, value: Any) -> None:

@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from txl_lightning.data.console import Advance, progress
-from txl_lightning.data.documents import RULES, with_separators
-from txl_lightning.data.sources import Source, read, stat_of
+from txl_lightning.data.documents import RULES, Positions, joined, with_separators, with_starts
+from txl_lightning.data.sources import CHUNK, Source, read, stat_of
 from txl_lightning.data.splits import FEW, SPLITS, Piece, cut_at_bytes, cut_at_documents
+from txl_lightning.data.tables import rows
 from txl_lightning.data.vocab import ByteVocab, Tokens, Vocab
 from txl_lightning.errors import ConfigError
 
@@ -24,12 +25,16 @@ from txl_lightning.errors import ConfigError
 class Scan:
     """What one pass over the sources found. Splits without a token are absent from the counts."""
 
+    vocab: Vocab  # what the tokens are; it may come out of the text
     content: str  # sha256 over every source's name, size and bytes
     rule: str  # how the splits are made, in words that differ whenever the splits may
     documents: dict[str, int]
     tokens: dict[str, int]
     bytes: dict[str, int]
     details: dict[str, Any]  # what else belongs beside a score: counts, versions
+    # of the scored text, all but the first token; empty where no score is given per word or none per byte but itself
+    words: dict[str, int] = field(default_factory=dict)  # between white space
+    scored_bytes: dict[str, int] = field(default_factory=dict)  # UTF-8, and one for each end of a document
     notes: tuple[str, ...] = ()  # one-line remarks the user should see
     pieces: dict[str, Piece] = field(default_factory=dict)  # where one stream is cut into splits
 
@@ -39,7 +44,6 @@ class Corpus(Protocol):
 
     name: str
     rule_version: int  # raise it when the same sources would give other tokens
-    vocab: Vocab
 
     def signature(self) -> tuple[tuple[str, int, int], ...]:
         """Path, size and time of change (ns) of every source."""
@@ -52,11 +56,12 @@ class Corpus(Protocol):
 
 
 class ByteCorpus:
-    """Files as bytes, a separator after each document.
+    """Files as bytes, or one column of tables as UTF-8, with a separator after each document.
 
     Args:
         parts: the sources of each split; with `ratios` those of all splits together, under any one name.
-        document: what a document is: a key of `documents.RULES`.
+        document: what a document is in a file: a key of `documents.RULES`.
+        column: the sources are tables, each row one document: the text in this column.
         ratios: shares of train, valid and test when the splits are cut from one stream.
         binary: allow NUL bytes.
         rule: how the splits are made, in words; with `ratios` it is completed here.
@@ -73,14 +78,16 @@ class ByteCorpus:
         parts: Mapping[str, Sequence[Source]],
         rule: str,
         document: str = "file",
+        column: str | None = None,
         ratios: Sequence[float] | None = None,
         binary: bool = False,
         details: Mapping[str, Any] | None = None,
     ) -> None:
         assert document in RULES and (ratios is None or len(parts) == 1)
-        self.name, self.rule, self.document, self.ratios, self.binary = name, rule, document, ratios, binary
+        self.name, self.rule, self.ratios, self.binary = name, rule, ratios, binary
+        self.column, self.document = column, document if column is None else "row"
         self.parts = dict(parts)
-        self.details = dict(details or {})
+        self.details = {**(details or {}), **({} if column is None else {"column": column})}
 
     def signature(self) -> tuple[tuple[str, int, int], ...]:
         return tuple((str(source.path), *stat_of(source)) for source in self._sources())
@@ -100,6 +107,7 @@ class ByteCorpus:
                     raise _all_empty(sources)
         empty = sizes.count(0)
         whole = Scan(
+            vocab=self.vocab,
             content=content.hexdigest(),
             rule=self.rule,
             documents=documents,
@@ -124,21 +132,27 @@ class ByteCorpus:
 
     def _tokens(self, sources: Iterable[Source], advance: Advance) -> Iterator[Tokens]:
         for source in sources:
-            yield from with_separators(
-                read(source, advance), document=self.document, separator=self.vocab.separator, dtype=self.vocab.dtype
-            )
+            chunks = self._chunks(source, advance)
+            yield from with_separators(chunks, separator=self.vocab.separator, dtype=self.vocab.dtype)
+
+    def _chunks(self, source: Source, advance: Advance) -> Iterator[tuple[bytes, Positions]]:
+        """The bytes of a file, and where further documents begin in them."""
+        if self.column is None:
+            return with_starts(read(source, advance), document=self.document)
+        return joined(rows(source, column=self.column, advance=advance), chunk=CHUNK)
 
     def _scan_file(self, source: Source, advance: Advance) -> tuple[int, int, str]:
         """Bytes (unpacked), documents and sha256 of one file."""
-        starts = RULES[self.document]()
         digest = hashlib.sha256()
         size = further = 0
-        for chunk in read(source, advance):
+        for chunk, starts in self._chunks(source, advance):
             if not self.binary and (at := chunk.find(0)) >= 0:
                 rule = f"NUL byte at position {size + at}, so this is no text"
                 raise source.refuse(rule, "set data.binary=true to read it all the same")
             digest.update(chunk)
-            further += starts(np.frombuffer(chunk, dtype=np.uint8)).size
+            if self.column is not None:
+                digest.update((starts + size).tobytes())  # rows are not told from the bytes
+            further += starts.size
             size += len(chunk)
         return size, further + (size > 0), digest.hexdigest()
 

@@ -77,14 +77,45 @@ RULES: dict[str, Callable[[], Starts]] = {"file": FileStarts, "line": LineStarts
 """`data.document` to what finds documents in one file."""
 
 
-def with_separators(
-    chunks: Iterable[bytes], *, document: str, separator: int, dtype: np.dtype[Any]
-) -> Iterator[npt.NDArray[Any]]:
-    """One file as token ids, the separator after each of its documents; nothing for an empty file."""
+def with_starts(chunks: Iterable[bytes], *, document: str) -> Iterator[tuple[bytes, Positions]]:
+    """The chunks of one file, each with the positions where a further document begins in it."""
     starts = RULES[document]()
+    for chunk in chunks:
+        yield chunk, starts(np.frombuffer(chunk, dtype=np.uint8))
+
+
+def joined(rows: Iterable[bytes], *, chunk: int) -> Iterator[tuple[bytes, Positions]]:
+    """Documents as chunks of at least `chunk` bytes, each with the positions where a further document begins in it.
+
+    An empty one is none.
+    """
+    held, starts, size, first = [], [], 0, True
+    for row in filter(None, rows):
+        if not first:
+            starts.append(size)
+        first = False
+        held.append(row)
+        size += len(row)
+        if size >= chunk:
+            yield b"".join(held), np.array(starts, dtype=np.int64)
+            held, starts, size = [], [], 0
+    if held:
+        yield b"".join(held), np.array(starts, dtype=np.int64)
+
+
+def with_separators(
+    chunks: Iterable[tuple[bytes, Positions]], *, separator: int, dtype: np.dtype[Any]
+) -> Iterator[npt.NDArray[Any]]:
+    """One file as token ids, the separator after each of its documents; nothing for an empty file.
+
+    Args:
+        chunks: its bytes, and where further documents begin in them.
+        separator: the id.
+        dtype: of the ids.
+    """
     last = None
-    for last in chunks:
+    for last, starts in chunks:
         chunk = np.frombuffer(last, dtype=np.uint8)
-        yield np.insert(chunk.astype(dtype), starts(chunk), separator)
+        yield np.insert(chunk.astype(dtype), starts, separator)
     if last is not None:
         yield np.array([separator], dtype=dtype)

@@ -4,6 +4,12 @@ A stream of N tokens has N - 1 targets: every token but the first. They are cut 
 sizes differing by at most one, the longer ones first. Lane b's inputs are the tokens just before its targets, so
 neighbours share one token and every target is scored exactly once per pass. A pass has as many segments as the longest
 lane needs; a lane's last segment is short, and a lane that has ended stands by with length 0.
+
+Memory starts anew with each pass, or with each segment, or with each document (`reset`); documents may begin inside a
+segment, whose tokens then carry document numbers.
+
+In training the stream may be shuffled by documents or lines and segments may vary in length (`data/order.py`); both
+change from epoch to epoch, and the rule stays: what is read is one stream of the same N tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ import mmap
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from txl_lightning.data.order import Borders, Shuffled, segment_borders
 from txl_lightning.data.vocab import Tokens
 from txl_lightning.errors import ConfigError
 from txl_lightning.ranks import check_lanes
@@ -59,12 +67,16 @@ class LaneLayout:
         lanes: lanes B over all ranks.
         used: lanes that get targets; the rest are dead.
         segment_len: tokens T of a segment.
+        segment_len_std: spread of lengths in tokens; 0: every segment has T, else T is the longest.
+        seed: what varying lengths are drawn from.
     """
 
     n_token: int
     lanes: int
     used: int
     segment_len: int
+    segment_len_std: float = 0.0
+    seed: int = 0
 
     def sizes(self) -> Counts:
         """(B,) targets of each lane."""
@@ -79,30 +91,51 @@ class LaneLayout:
 
     @property
     def n_segment(self) -> int:
-        """Segments of a pass."""
+        """Segments of a pass, the same in every epoch."""
+        if self.segment_len_std:
+            return len(self._borders(0)) - 1
         return -(-int(self.sizes()[0]) // self.segment_len)
 
-    def lengths(self, segment: int) -> Counts:
-        """(B,) real targets of each lane in one segment, 0..T."""
-        return np.clip(self.sizes() - segment * self.segment_len, 0, self.segment_len)
+    def span(self, segment: int, *, epoch: int) -> tuple[int, int]:
+        """Offsets from the start of each lane where a segment starts and ends."""
+        if self.segment_len_std:
+            borders = self._borders(epoch)
+            start, end = borders[np.minimum([segment, segment + 1], len(borders) - 1)].tolist()
+            return start, end
+        return segment * self.segment_len, (segment + 1) * self.segment_len
+
+    def lengths(self, segment: int, *, epoch: int) -> Counts:
+        """(B,) real targets of each lane in one segment, 0..T; 0 behind the last segment."""
+        start, end = self.span(segment, epoch=epoch)
+        return np.clip(self.sizes() - start, 0, end - start)
+
+    def _borders(self, epoch: int) -> Counts:
+        total = int(self.sizes()[0])
+        return segment_borders(
+            total=total, longest=self.segment_len, std=self.segment_len_std, seed=self.seed, epoch=epoch
+        )
 
 
 class SegmentReader(Dataset[Tokens]):
-    """Random access to the tokens of one rank's lanes, keyed by segment; stateless, so worker processes can share it.
+    """Random access to the tokens of one rank's lanes in one epoch, keyed by segment; stateless, so worker processes
+    can share it.
 
-    Gives (B, T + 1) ids as they are on disk: inputs and targets overlap in them, and so little travels between
-    processes. Behind a lane's end they are of no meaning.
+    Gives (B, 1 + T + 1) ids as they are on disk: the token before the segment (of no meaning at the very start of the
+    stream), then inputs and targets, which overlap; so little travels between processes. Behind the real tokens of a
+    segment they are of no meaning.
     """
 
-    def __init__(self, tokens: Tokens, layout: LaneLayout, *, own: slice) -> None:
-        self.tokens = tokens
-        self.segment_len, self.last = layout.segment_len, layout.n_token - 1
+    def __init__(
+        self, tokens: Tokens, layout: LaneLayout, *, own: slice, epoch: int = 0, order: Shuffled | None = None
+    ) -> None:
+        self.tokens, self.layout, self.epoch, self.order = tokens, layout, epoch, order
         self.start_B = layout.starts()[own]
 
     def __getitem__(self, segment: int) -> Tokens:
-        first = self.start_B + segment * self.segment_len
-        index = first[:, None] + np.arange(self.segment_len + 1)  # (B, T + 1)
-        return np.asarray(self.tokens[np.minimum(index, self.last)])
+        first = self.start_B + self.layout.span(segment, epoch=self.epoch)[0]
+        index = first[:, None] + np.arange(-1, self.layout.segment_len + 1)  # (B, 1 + T + 1)
+        index = index.clip(0, self.layout.n_token - 1)
+        return np.asarray(self.tokens[index if self.order is None else self.order.locate(index)])
 
     def __getstate__(self) -> dict[str, Any]:
         # a memory-mapped file travels to a spawned worker by name; pickled as it is, all of it would be copied
@@ -143,6 +176,12 @@ class LaneLoader:
         segment_len: tokens T of a segment.
         lanes: lanes B over all ranks.
         used_lanes: lanes that get targets; the rest have length 0 throughout.
+        units: what is read in a new order each epoch, from `order.find_units`; None: the stream as it is.
+        segment_len_std: spread of lengths in tokens; 0: every segment has T, else T is the longest.
+        seed: what order and lengths are drawn from, together with the epoch.
+        reset: where memory starts anew: "epoch", "segment" or "document".
+        separator: the id that ends a document; with reset "document".
+        group: segments handed out together, as a list; 0: one by one. A pass's last group may be smaller.
         rank, world_size: this rank owns lanes [rank * B / world_size, (rank + 1) * B / world_size).
         num_workers: processes that read ahead; 0 reads in this process.
         pin_memory: put batches into page-locked memory where there is a GPU to copy them to.
@@ -159,6 +198,12 @@ class LaneLoader:
         segment_len: int,
         lanes: int,
         used_lanes: int,
+        units: Borders | None = None,
+        segment_len_std: float = 0.0,
+        seed: int = 0,
+        reset: str = "epoch",
+        separator: int | None = None,
+        group: int = 0,
         rank: int = 0,
         world_size: int = 1,
         num_workers: int = 0,
@@ -166,19 +211,28 @@ class LaneLoader:
         key: str = "data.batch_size",
     ) -> None:
         assert 1 <= used_lanes <= lanes and 0 <= rank < world_size
+        assert reset in ("epoch", "segment") or separator is not None
         check_lanes(lanes, ranks=world_size, key=key)
         check_filled(len(tokens), lanes=used_lanes, key=key)
-        self.layout = LaneLayout(n_token=len(tokens), lanes=lanes, used=used_lanes, segment_len=segment_len)
+        self.tokens, self.units = tokens, units
+        self.layout = LaneLayout(
+            n_token=len(tokens),
+            lanes=lanes,
+            used=used_lanes,
+            segment_len=segment_len,
+            segment_len_std=segment_len_std,
+            seed=seed,
+        )
+        self.reset, self.separator, self.group = reset, separator, group
         self.num_workers = num_workers
         self.pin_memory = pin_memory and torch.cuda.is_available()
         per_rank = lanes // world_size
         self._own = slice(rank * per_rank, (rank + 1) * per_rank)
-        self._reader = SegmentReader(tokens, self.layout, own=self._own)
         self._next = self._reached = Position(0, 0)
 
     def __len__(self) -> int:
-        """Segments of a whole pass, the same on every rank."""
-        return self.layout.n_segment
+        """Segments (or groups of them) of a whole pass, the same on every rank."""
+        return -(-self.layout.n_segment // max(1, self.group))
 
     @property
     def next_position(self) -> Position:
@@ -188,11 +242,12 @@ class LaneLoader:
     @next_position.setter
     def next_position(self, position: Position) -> None:
         epoch, segment = position
-        if not 0 <= segment <= len(self):
-            rule = f"a pass has {len(self)} segments, the checkpoint stands before segment {segment}"
+        if not 0 <= segment <= self.layout.n_segment:
+            rule = f"a pass has {self.layout.n_segment} segments, the checkpoint stands before segment {segment}"
             cure = "go on with the settings of the checkpoint"
             raise ConfigError("data.segment_len", self.layout.segment_len, rule, cure)
-        self._next = self._reached = Position(epoch + 1, 0) if segment == len(self) else Position(epoch, segment)
+        at_end = segment == self.layout.n_segment
+        self._next = self._reached = Position(epoch + 1, 0) if at_end else Position(epoch, segment)
 
     def state_dict(self) -> dict[str, list[int]]:
         """Where to go on after the last batch handed out (those read ahead by workers do not count)."""
@@ -202,24 +257,37 @@ class LaneLoader:
         """Let the next iteration start where `state_dict` said."""
         self.next_position = Position(*state["position"])
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
+        """Batches, or lists of them with `group`."""
+        segments = self._segments()
+        if not self.group:
+            yield from segments
+            return
+        while group := list(islice(segments, self.group)):
+            yield group
+
+    def _segments(self) -> Iterator[Batch]:
         epoch, start = self._next
         self._next = self._reached = Position(epoch + 1, 0)
         with warnings.catch_warnings():
             # how many workers is the user's choice, and they start clean: they only ever touch numpy and a queue
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-            windows = iter(self._torch_loader(range(start, len(self))))
-        for segment, window in zip(range(start, len(self)), windows, strict=False):
-            last = segment == len(self) - 1
+            windows = iter(self._torch_loader(self._reader(epoch), range(start, self.layout.n_segment)))
+        for segment, window in zip(range(start, self.layout.n_segment), windows, strict=False):
+            last = segment == self.layout.n_segment - 1
             if last:
                 next(windows, None)  # lets the workers end now: who knows the length never asks beyond the last batch
             self._reached = self._next if last else Position(epoch, segment + 1)
             yield self._batch(window, Position(epoch, segment))
 
-    def _torch_loader(self, segments: range) -> DataLoader[Tokens]:
+    def _reader(self, epoch: int) -> SegmentReader:
+        order = Shuffled(self.units, seed=self.layout.seed, epoch=epoch) if self.units is not None else None
+        return SegmentReader(self.tokens, self.layout, own=self._own, epoch=epoch, order=order)
+
+    def _torch_loader(self, reader: SegmentReader, segments: range) -> DataLoader[Tokens]:
         return DataLoader(
-            self._reader,
+            reader,
             sampler=segments,
             batch_size=None,
             collate_fn=_as_is,
@@ -228,17 +296,21 @@ class LaneLoader:
         )
 
     def _batch(self, window: Tokens, position: Position) -> Batch:
-        length_all = self.layout.lengths(position.segment)
+        length_all = self.layout.lengths(position.segment, epoch=position.epoch)
         length_B = length_all[self._own]
         real = np.arange(self.layout.segment_len) < length_B[:, None]  # (B, T)
         wide = window.astype(np.int64)
+        reset_B = np.full(len(length_B), position.segment == 0 or self.reset == "segment")
+        document_BT = None
+        if self.reset == "document":  # one begins behind each separator
+            ended = wide[:, :-2] == self.separator
+            reset_B |= ended[:, 0]
+            ended[:, 0] = False
+            document_BT = torch.from_numpy(np.cumsum(ended, axis=1))
         batch = Batch(
-            tokens_BT=torch.from_numpy(np.where(real, wide[:, :-1], 0)),
-            targets_BT=torch.from_numpy(np.where(real, wide[:, 1:], 0)),
-            segment=Segment(
-                reset=torch.full((len(length_B),), position.segment == 0, dtype=torch.bool),
-                length=torch.from_numpy(length_B.copy()),
-            ),
+            tokens_BT=torch.from_numpy(np.where(real, wide[:, 1:-1], 0)),
+            targets_BT=torch.from_numpy(np.where(real, wide[:, 2:], 0)),
+            segment=Segment(torch.from_numpy(reset_B), torch.from_numpy(length_B.copy()), document_BT),
             n_target=int(length_all.sum()),
             position=position,
         )
@@ -254,5 +326,9 @@ def _pinned(batch: Batch) -> Batch:
     return batch._replace(
         tokens_BT=batch.tokens_BT.pin_memory(),
         targets_BT=batch.targets_BT.pin_memory(),
-        segment=segment._replace(reset=segment.reset.pin_memory(), length=segment.length.pin_memory()),
+        segment=Segment(
+            segment.reset.pin_memory(),
+            segment.length.pin_memory(),
+            None if segment.document is None else segment.document.pin_memory(),
+        ),
     )

@@ -9,11 +9,12 @@ import glob
 import gzip
 import os
 import stat
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from txl_lightning.data.archives import DAMAGE, Archive
 from txl_lightning.errors import ConfigError
 
 CHUNK = 4 * 2**20  # bytes read at a time; everything held at once is a small multiple of it
@@ -27,14 +28,15 @@ class Source(NamedTuple):
     path: Path
     name: str  # POSIX path relative to what the user named: gives the order, is part of the fingerprint
     key: str  # the setting that named it, for messages
+    archive: Archive | None = None  # path is an archive, and the file is `name` in it
 
     def refuse(self, rule: str, cure: str) -> ConfigError:
         """The error for this file."""
-        return ConfigError(self.key, str(self.path), rule, cure)
+        return ConfigError(self.key, str(self.path), rule if self.archive is None else f"{self.name}: {rule}", cure)
 
     @property
     def gzipped(self) -> bool:
-        return self.path.name.lower().endswith(".gz")
+        return self.archive is None and self.path.name.lower().endswith(".gz")
 
 
 def find(spec: str | tuple[str, ...], *, key: str) -> list[Source]:
@@ -72,7 +74,12 @@ def stat_of(source: Source) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def read(source: Source, advance: Callable[[int], None] = lambda done: None) -> Iterator[bytes]:
+def size_of(source: Source) -> int:
+    """Bytes that `read` will say it has done: those on disk, or unpacked those in an archive."""
+    return stat_of(source)[0] if source.archive is None else source.archive.size(source.name)
+
+
+def read(source: Source, advance: Callable[[int], None] = lambda done: None) -> Generator[bytes, None, None]:
     """The file's bytes, unpacked, in chunks of at most CHUNK; `advance` gets the bytes of the file on disk done so far.
 
     Raises:
@@ -84,16 +91,23 @@ def read(source: Source, advance: Callable[[int], None] = lambda done: None) -> 
                 yield chunk
                 if not source.gzipped:
                     advance(len(chunk))
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise source.refuse("is not a whole gzip file", "copy it again, or unpack it") from error
+    except DAMAGE as error:
+        what = "gzip file" if source.archive is None else "archive"
+        raise source.refuse(f"is not a whole {what}", "copy it again, or unpack it") from error
     except OSError as error:
         raise _unreadable(source, error) from error
     if source.gzipped:
         advance(stat_of(source)[0])
 
 
-def _open(source: Source) -> IO[bytes]:
-    return gzip.open(source.path) if source.gzipped else open(source.path, "rb")  # type: ignore[return-value]
+@contextmanager
+def _open(source: Source) -> Iterator[IO[bytes]]:
+    if source.archive is not None:
+        with source.archive as archive, archive.open(source.name) as file:
+            yield file
+    else:
+        with gzip.open(source.path) if source.gzipped else open(source.path, "rb") as file:
+            yield file  # type: ignore[misc]
 
 
 def _unreadable(source: Source, error: OSError) -> ConfigError:

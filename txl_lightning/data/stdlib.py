@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from txl_lightning import registry
-from txl_lightning.config import DataConfig, key
+from txl_lightning.config import key
 from txl_lightning.data.corpora import SPLITS, ByteCorpus
 from txl_lightning.data.sources import Source
+from txl_lightning.data.tokenizer import SubwordConfig
 from txl_lightning.errors import ConfigError
 
 NOT_FOLDERS = frozenset(
@@ -30,7 +31,7 @@ NOT_PREFIXES = ("config-", "_sysconfigdata")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StdlibConfig(DataConfig):
+class StdlibConfig(SubwordConfig):
     """Nothing to set beside what every corpus has."""
 
     name: str = key("stdlib", "Python's own sources, one document per file")

@@ -1,8 +1,8 @@
 """Token files: built once per content and rule in a cache folder, memory-mapped ever after.
 
-A folder holds `train.bin`, `valid.bin`, `test.bin` (ids in the vocabulary's integer type, little-endian, nothing else)
-and `meta.json`. It is written beside its place, synced and renamed, so it is whole or not there, and two processes that
-build it at once do no harm. Its name carries the fingerprint of everything the tokens depend on.
+A folder holds `train.bin`, `valid.bin`, `test.bin` (ids in the vocabulary's integer type, little-endian, nothing else),
+`vocab.json` and `meta.json`. It is written beside its place, synced and renamed, so it is whole or not there, and two
+processes that build it at once do no harm. Its name carries the fingerprint of everything the tokens depend on.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ import numpy as np
 
 from txl_lightning import registry
 from txl_lightning.config import DataConfig
-from txl_lightning.data import vocab
 from txl_lightning.data.cache import cache_root, check_writable, publish, sync_folder, synced, workspace
 from txl_lightning.data.console import say, say_once
 from txl_lightning.data.corpora import Corpus, Scan
+from txl_lightning.data.counts import compare
 from txl_lightning.data.lanes import check_filled
+from txl_lightning.data.order import check_unit
 from txl_lightning.data.splits import SPLITS
-from txl_lightning.data.vocab import Tokens, Vocab
+from txl_lightning.data.subwords import in_subwords
+from txl_lightning.data.vocab import Tokens, Vocab, from_dict
 from txl_lightning.errors import ConfigError
 
-FORMAT = 1  # of the folder; part of the fingerprint
+FORMAT = 2  # of the folder; part of the fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +47,15 @@ class Meta:
     rule_version: int
     vocab_name: str
     vocab_size: int
+    vocab_digest: str  # sha256 of all that decides ids
     unit: str  # what a token is, e.g. "byte"
     split_rule: str
     fingerprint: str  # sha256 of content, rules and vocabulary, hexadecimal
     documents: dict[str, int]
     tokens: dict[str, int]
     bytes: dict[str, int]
+    words: dict[str, int]  # of the scored text; empty: not counted
+    scored_bytes: dict[str, int]  # of the scored text and its document ends; empty: follows from the unit
     details: dict[str, Any]
 
     def require(self, split: str) -> int:
@@ -64,11 +69,18 @@ class Meta:
             raise ConfigError("split", split, f"the corpus {self.corpus} has no such split", cure)
         return self.tokens[split]
 
+    def scored(self, split: str) -> dict[str, int]:
+        """Words and bytes of the scored text, where they are counted: keys "word" and "byte"."""
+        counts = {"word": self.words, "byte": self.scored_bytes}
+        return {unit: count[split] for unit, count in counts.items() if split in count}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Survey(Meta):
     """Data as it would be prepared: counted and checked, nothing written."""
 
+    vocab: Vocab
+    published: list[dict[str, Any]]  # counts from the literature beside those found: see `counts.compare`
     notes: tuple[str, ...]  # one-line remarks for the user
     folder: Path  # where its token files are or would be
     cached: bool  # they are there
@@ -79,12 +91,9 @@ class TokenData:
     """Prepared data: per split one read-only memory-mapped array of token ids."""
 
     splits: dict[str, Tokens]
+    vocab: Vocab
     meta: Meta
     folder: Path
-
-    @property
-    def vocab(self) -> Vocab:
-        return vocab.get(self.meta.vocab_name)
 
     def require(self, split: str) -> Tokens:
         """The tokens of a split. Raises ConfigError if the corpus has no such split."""
@@ -115,6 +124,7 @@ def survey(config: DataConfig, *, training: bool = True) -> Survey:
     found = look(config)
     if training:
         check_training(found, batch_size=config.batch_size)
+        check_order(config, found)
     if not found.cached:
         check_writable(found.folder.parent)
     return found
@@ -160,6 +170,12 @@ def check_training(data: Meta, *, batch_size: int) -> None:
     check_filled(data.tokens["train"], lanes=batch_size, key="data.batch_size", text="training split")
 
 
+def check_order(config: DataConfig, found: Survey) -> None:
+    """Raise ConfigError if the training split cannot be shuffled as asked, as far as counts tell."""
+    if config.shuffle != "none":
+        check_unit(found.vocab, unit=config.shuffle, n_document=found.documents["train"])
+
+
 class _Scanned(NamedTuple):
     corpus: Corpus
     scan: Scan
@@ -172,7 +188,7 @@ _last: tuple[DataConfig, _Scanned] | None = None
 
 def _scan(config: DataConfig) -> _Scanned:
     global _last
-    corpus: Corpus = registry.corpora.get(config.name).build(config)
+    corpus = in_subwords(registry.corpora.get(config.name).build(config), config)
     signature = corpus.signature()
     if _last is not None and _last[0] == config and _last[1].signature == signature:
         return _last[1]._replace(corpus=corpus)
@@ -188,20 +204,38 @@ def _survey(config: DataConfig, scanned: _Scanned) -> Survey:
     facts: dict[str, Any] = {
         "corpus": corpus.name,
         "rule_version": corpus.rule_version,
-        "vocab_name": corpus.vocab.name,
-        "vocab_size": corpus.vocab.size,
-        "unit": corpus.vocab.unit,
+        "vocab_name": scan.vocab.name,
+        "vocab_size": scan.vocab.size,
+        "vocab_digest": scan.vocab.digest,
+        "unit": scan.vocab.unit,
         "split_rule": scan.rule,
         "details": scan.details,
     }
     fingerprint = hashlib.sha256(json.dumps([FORMAT, facts, scan.content], sort_keys=True).encode()).hexdigest()
     counts: dict[str, Any] = {
-        name: {split: getattr(scan, name)[split] for split in SPLITS if split in scan.tokens}
-        for name in ("documents", "tokens", "bytes")
+        name: {split: getattr(scan, name)[split] for split in SPLITS if split in getattr(scan, name)}
+        for name in ("documents", "tokens", "bytes", "words", "scored_bytes")
     }
     folder = cache_root(config) / f"{re.sub('[^A-Za-z0-9]', '_', corpus.name)}-{fingerprint[:20]}"
-    found = Survey(**facts, **counts, fingerprint=fingerprint, notes=scan.notes, folder=folder, cached=False)
+    found = Survey(
+        **facts,
+        **counts,
+        fingerprint=fingerprint,
+        vocab=scan.vocab,
+        published=compare(getattr(corpus, "published", {}), _quantities(scan)),
+        notes=scan.notes,
+        folder=folder,
+        cached=False,
+    )
     return dataclasses.replace(found, cached=_damage(found) is None)
+
+
+def _quantities(scan: Scan) -> dict[str, dict[str, int]]:
+    """What was counted, under the names that published counts have."""
+    counted: dict[str, dict[str, int]] = {n: scan.details[n] for n in ("lines", "words") if n in scan.details}
+    symbols = {"symbols": {"all": scan.details["symbols"]}} if "symbols" in scan.details else {}
+    counted |= {"tokens": scan.tokens, "documents": scan.documents, "bytes": scan.bytes}
+    return {"vocabulary": {"all": scan.vocab.size}, **symbols, **counted}
 
 
 def _meta(found: Survey) -> Meta:
@@ -220,7 +254,13 @@ def _damage(found: Survey) -> str | None:
         return "meta.json is missing or damaged"
     if meta != json.loads(_dump(found)):
         return "meta.json belongs to other data"
-    width = vocab.get(found.vocab_name).dtype.itemsize
+    try:
+        kept = from_dict(json.loads((found.folder / "vocab.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return "vocab.json is missing or damaged"
+    if kept.digest != found.vocab_digest:
+        return "vocab.json belongs to other data"
+    width = found.vocab.dtype.itemsize
     for split, n_token in found.tokens.items():
         path = found.folder / f"{split}.bin"
         size = path.stat().st_size if path.is_file() else 0
@@ -230,9 +270,9 @@ def _damage(found: Survey) -> str | None:
 
 
 def _open(found: Survey) -> TokenData:
-    dtype = vocab.get(found.vocab_name).dtype
+    dtype = found.vocab.dtype
     splits = {split: np.memmap(found.folder / f"{split}.bin", dtype=dtype, mode="r") for split in found.tokens}
-    return TokenData(splits=dict(splits), meta=_meta(found), folder=found.folder)
+    return TokenData(splits=dict(splits), vocab=found.vocab, meta=_meta(found), folder=found.folder)
 
 
 def _build(scanned: _Scanned, found: Survey) -> None:
@@ -243,6 +283,8 @@ def _build(scanned: _Scanned, found: Survey) -> None:
             raise ConfigError(
                 "data", found.corpus, "its files changed while they were read", "wait until nothing writes to them"
             )
+        with synced(work / "vocab.json") as file:
+            file.write(json.dumps(found.vocab.to_dict()).encode())
         with synced(work / "meta.json") as file:
             file.write(_dump(found).encode())
         sync_folder(work)

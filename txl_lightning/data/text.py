@@ -1,4 +1,4 @@
-"""The corpus `text`: the user's own files as bytes."""
+"""The corpus `text`: the user's own files, as bytes or in sub-words."""
 
 from __future__ import annotations
 
@@ -7,29 +7,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from txl_lightning import registry
-from txl_lightning.config import DataConfig, key
+from txl_lightning.config import key
 from txl_lightning.data.corpora import SPLITS, ByteCorpus
 from txl_lightning.data.documents import RULES
 from txl_lightning.data.sources import TAKES, find, refuse_twice
+from txl_lightning.data.tokenizer import SubwordConfig
 from txl_lightning.errors import ConfigError
 
 RATIOS = (0.9, 0.05, 0.05)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextConfig(DataConfig):
+class TextConfig(SubwordConfig):
     """Where the text is and how it is split: either `path` with `ratios`, or a path for each split."""
 
-    name: str = key("text", "your own text, as bytes")
+    name: str = key("text", "your own text, as bytes or in sub-words")
     path: Any = key(None, "file, folder, glob, .gz or a list of them, split by data.ratios")
     train: Any = key(None, "training text, like data.path; then data.valid and data.test name theirs")
     valid: Any = key(None, "validation text")
     test: Any = key(None, "test text")
     ratios: Any = key(None, "shares of train, valid and test in data.path; null: [0.9,0.05,0.05]", minimum=0, maximum=1)
     document: str = key("file", "what ends a document: its file, every line, or empty lines", choices=tuple(RULES))
+    column: str | None = key(None, "read JSON Lines or Parquet files: the column with the text; each row is a document")
     binary: bool = key(False, "read files with NUL bytes too")
 
     def check(self) -> None:
+        super().check()
+        if self.column is not None and self.document != "file":
+            raise self.refuse("document", "cannot go with data.column", "each row is a document; leave it out")
         for name in ("path", *SPLITS):
             if (spec := getattr(self, name)) is not None:
                 self._check_spec(name, spec)
@@ -80,5 +85,11 @@ class Text(ByteCorpus):
             cure = "set data.path to a file, folder, glob or list of them, or set data.train, data.valid and data.test"
             raise ConfigError("data.path", "null", "no text was given", cure)
         super().__init__(
-            name=config.name, parts=parts, rule=rule, document=config.document, ratios=ratios, binary=config.binary
+            name=config.name,
+            parts=parts,
+            rule=rule,
+            document=config.document,
+            column=config.column,
+            ratios=ratios,
+            binary=config.binary,
         )

@@ -23,11 +23,13 @@ class Evaluation:
     split: str
     scores: dict[str, float]  # loss in nats per token, bits per unit, ppl
     n_target: int  # scored targets
+    scored: dict[str, int]  # words and bytes of the scored text, where they are counted: "word", "byte"
     batch_size: int  # lanes asked for
     n_lane: int  # lanes that had tokens
     segment_len: int
     memory: dict[str, Any]
     clamp_len: int
+    same_length: str | None  # keys each token sees; None: all there are
     memory_reset: str  # where memory starts anew
     precision: str
     data_fingerprint: str
@@ -62,12 +64,14 @@ def evaluate(config: Config, model: TransformerXL, *, split: str, callbacks: Seq
         split=split,
         scores=module.scores["test"],
         n_target=n_target,
+        scored=data.data.meta.scored(split),
         batch_size=config.eval_batch_size,
         n_lane=data.eval_lanes(split),
         segment_len=config.eval_segment_len,
         memory=config.memory.to_dict(),
         clamp_len=config.model.clamp_len,
-        memory_reset="epoch",
+        same_length=config.model.same_length_rule if config.model.same_length else None,
+        memory_reset=config.memory.reset,
         precision=str(trainer.precision),
         data_fingerprint=data.data.meta.fingerprint,
         seconds=seconds,

@@ -45,8 +45,10 @@ class MemoryStrategy(nn.Module):
     """Memory of one layer. Owns parameters (gates, compressors), never state.
 
     Attributes:
-        gradient: "stop": the state carries no graph; "carry": it does, up to `trainer.bptt_segments` segments.
+        gradient: "stop": the state carries no graph; "carry": it does, up to `trainer.bptt_segments` segments, and
+            `MemoryConfig.carries` of its configuration must be true (it is with the key gradient=carry).
         ages: "contiguous": slot j of S has age S - j, so the plain relative shift applies; "any": look ages up.
+        own_limit: the largest distance at which the layer's tokens see others of their own segment; None: any.
         max_age: the largest age one of its slots can have (sizes the distance table); 0: it offers no slots.
         needs_usage: `Tap.usage_BS` is wanted (rules out attention that never forms its weights).
         inner_resets: can serve documents that start inside a segment.
@@ -54,10 +56,11 @@ class MemoryStrategy(nn.Module):
     """
 
     gradient: str = "stop"
-    ages: ClassVar[str] = "contiguous"
+    ages: str = "contiguous"
+    own_limit: int | None = None
     max_age: int = 0
     needs_usage: bool = False
-    inner_resets: ClassVar[bool] = False
+    inner_resets: bool = False
     extendable: ClassVar[bool] = True
 
     def init_state(self, batch: int, *, form: str, device: torch.device, dtype: torch.dtype) -> State:
@@ -107,11 +110,12 @@ class TokenMemory(nn.Module):
         n_prefix, n_suffix: tokens put before and after the segment. Prefix tokens see one another in both directions
             and are seen by all; suffix tokens see one another in both directions and every real token.
         prefix_reads_slots, suffix_reads_slots: whether these tokens see the layers' memory slots.
-        gradient, extendable: as in MemoryStrategy.
+        gradient, inner_resets, extendable: as in MemoryStrategy.
     """
 
     n_prefix: int = 0
     n_suffix: int = 0
+    inner_resets: bool = False
     prefix_reads_slots: bool = True
     suffix_reads_slots: bool = True
     gradient: str = "carry"
@@ -201,6 +205,11 @@ def keep_dead(new: State, old: State, length_B: Tensor) -> State:
     return {key: lane_where(alive, new[key], old[key]) for key in new}
 
 
+def full_precision(device: torch.device) -> torch.autocast:
+    """A context in which float32 products stay float32: autocast would round their factors."""
+    return torch.autocast(device.type, enabled=False)
+
+
 def keep_last(old_BMx: Tensor, new_BTx: Tensor, length_B: Tensor) -> Tensor:
     """The last M rows of old followed by the first `length` rows of new, per lane, in one gather.
 
@@ -227,6 +236,7 @@ __all__ = [
     "Tap",
     "TokenMemory",
     "fresh_state",
+    "full_precision",
     "keep_dead",
     "keep_last",
     "plan_per_layer",

@@ -33,11 +33,22 @@ class MixConfig(MemoryConfig):
             raise self.refuse("parts", "is empty", "name a strategy or use memory=none")
         if any(part.get("name") == "mix" for part in self.parts):
             raise self.refuse("parts", "a mix cannot hold a mix", "list its parts directly")
+        if any("reset" in part for part in self.parts):
+            rule = "memory starts anew in all parts at once, so a part has no reset of its own"
+            raise self.refuse("parts", rule, "set memory.reset")
         self.configs()
 
     def configs(self) -> list[MemoryConfig]:
         """The typed configuration of each part."""
         return [build_named("memory", part, path=_place(i)) for i, part in enumerate(self.parts)]
+
+    @property
+    def reaches_back(self) -> bool:
+        return any(part.reaches_back for part in self.configs())
+
+    @property
+    def carries(self) -> bool:
+        return any(part.carries for part in self.configs())
 
     def check_fit(self, model: ModelConfig, *, segment_len: int) -> None:
         for index, part in enumerate(self.configs()):

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from txl_lightning.config import ModelConfig
 from txl_lightning.memory.base import MemoryStrategy, keep_dead, reset_lanes
-from txl_lightning.model.attention import Biases, Reading, RelativeAttention
-from txl_lightning.model.positions import DistanceTable
-from txl_lightning.types import Aux, Segment, Slots, State, Tap
+from txl_lightning.model.attention import Attention
+from txl_lightning.model.parts import frozen_norm, make_dropout, make_feed_forward, make_norm
+from txl_lightning.model.positions import Biases, DistanceTable, Reading
+from txl_lightning.types import MASKED, Aux, Segment, Slots, State, Tap
 
 
 class Layout(NamedTuple):
@@ -29,10 +29,20 @@ class Layout(NamedTuple):
     n_suffix: int
     mask: Tensor  # (1|B, 1, E, E) additive
     hide_slots: Tensor | None  # (E, 1) bool: tokens that must not see memory slots
+    limit: int | None = None  # largest distance that is seen; None: any
 
     def real(self, x: Tensor, dim: int) -> Tensor:
         """The T real tokens along one dimension."""
         return x if not (self.n_prefix or self.n_suffix) else x.narrow(dim, self.n_prefix, self.n_token)
+
+    def within(self, limit: int | None) -> Layout:
+        """The same, but real tokens see others of the segment `limit` tokens back at most."""
+        if limit is None:
+            return self
+        row = torch.arange(self.mask.shape[-1], device=self.mask.device)
+        real = (row >= self.n_prefix) & (row < self.n_prefix + self.n_token)
+        far = real[:, None] & real & (row[:, None] - row > limit)
+        return self._replace(mask=self.mask.masked_fill(far, float("-inf")))
 
     def put_real(self, whole: Tensor, real: Tensor, dim: int) -> Tensor:
         """`whole` with its real tokens exchanged."""
@@ -43,50 +53,44 @@ class Layout(NamedTuple):
         return torch.cat([whole.narrow(dim, 0, self.n_prefix), real, after], dim=dim)
 
 
-class FeedForward(nn.Sequential):
-    """Linear, ReLU, Linear with dropout behind each."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(
-            nn.Linear(config.d_model, config.d_inner),
-            nn.ReLU(),
-            nn.Dropout(config.dropout),
-            nn.Linear(config.d_inner, config.d_model),
-            nn.Dropout(config.dropout),
-        )
-
-
 class Block(nn.Module):
     """A Transformer-XL layer with the memory strategies that live in it."""
 
     def __init__(self, config: ModelConfig, memories: dict[str, MemoryStrategy]) -> None:
         super().__init__()
-        self.pre_norm = config.pre_norm
-        self.attention = RelativeAttention(config)
-        self.attention_norm = nn.LayerNorm(config.d_model)
-        self.feed_forward = FeedForward(config)
-        self.feed_forward_norm = nn.LayerNorm(config.d_model)
-        self.dropout = nn.Dropout(config.dropout)
+        self.pre_norm, self.norm_queries = config.pre_norm, config.norm_queries
+        self.attention = Attention(config)
+        self.attention_norm = make_norm(config)
+        self.feed_forward = make_feed_forward(config)
+        self.feed_forward_norm = make_norm(config)
+        self.dropout = make_dropout(config)
         self.memories = nn.ModuleDict(memories)
         self.oldest = max([0, *(memory.max_age for memory in memories.values())])  # age of the oldest slot it may read
+        limits = [memory.own_limit for memory in memories.values() if memory.own_limit is not None]
+        self.own_limit = min(limits, default=None)
 
     def forward(
         self, x_BED: Tensor, state: State, segment: Segment, layout: Layout, table: DistanceTable, shared: Biases | None
     ) -> tuple[Tensor, State, Aux]:
         """The layer's output (B, E, D), its memory's next state (keys `<strategy>.<key>`), and what it reports."""
+        layout = layout.within(self.own_limit)
         given = {name: substate(state, name) for name, _ in self.named_memories()}
         states = {name: reset_lanes(memory, given[name], segment.reset) for name, memory in self.named_memories()}
+        before: dict[str, Tensor] = {}
         for name, memory in self.named_memories():
+            before[name] = layout.real(x_BED, 1)
             x_BED = memory.residual(states[name], x_BED, segment)
+        x_BED = layout.put_real(x_BED, self.attention.position.at_layer(layout.real(x_BED, 1)), 1)
         h = self.attention_norm(x_BED) if self.pre_norm else x_BED
-        q, k, v = self.attention.project(h)
+        q, k, v = self.attention.project(h, None if self.norm_queries else x_BED)
         slots = self._slots(states, x_BED, segment, layout)
         read, parts = self._read(slots, k, v, segment, layout)
         table = table.for_slots(read.n_slot if read.age is None else self.oldest, q.shape[2])
-        heads, weights = self.attention.attend(q, read, table, self.attention.biases(shared))
+        heads, weights = self.attention.attend(q, read, table, self.attention.position.biases(shared))
         tap = Tap(*(layout.real(t, 1) for t in (x_BED, h)), *(layout.real(t, 2) for t in (q, k, v)))
         usage = self._usage(weights, segment, layout)
         taps = {name: self._tap(tap, name, parts.get(name), usage, layout) for name, _ in self.named_memories()}
+        taps = {name: own._replace(before_BTD=before[name]) for name, own in taps.items()}
         heads, extra = self._side(states, taps, heads, segment, layout)
         y = self._after_attention(x_BED, self.attention.merge(heads), extra)
         suffix = y[:, y.shape[1] - layout.n_suffix :] if layout.n_suffix else None
@@ -98,7 +102,7 @@ class Block(nn.Module):
         norm = self.attention_norm
         h_BTD, m_BSD = h_BTD.to(norm.weight.dtype), m_BSD.to(norm.weight.dtype)
         if self.pre_norm:
-            m_BSD = F.layer_norm(m_BSD, norm.normalized_shape, norm.weight.detach(), norm.bias.detach(), norm.eps)
+            m_BSD = frozen_norm(norm, m_BSD)
         return self.attention.frozen(h_BTD, m_BSD)
 
     def project_slots(self, hidden_BSD: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,6 +143,7 @@ class Block(nn.Module):
             age=None if contiguous else _join_lanes([part.age for part in slots.values()], dim=1),
             positioned=_join_positioned(list(slots.values())),
             n_slot=start,
+            farthest=_join_farthest(list(slots.values())),
         )
         return reading, parts
 
@@ -220,10 +225,29 @@ def _join_lanes(tensors: list[Tensor], dim: int) -> Tensor:
 
 def _join_bias(slots: list[Slots], segment: Segment, layout: Layout, *, dtype: torch.dtype) -> Tensor:
     """(1|B, 1|H, E, P) the slots' biases beside the mask of the tokens among themselves."""
-    parts = [_bias_of_all_tokens(part.bias.to(dtype), segment, layout) for part in slots] + [layout.mask.to(dtype)]
+    parts = [_bias_of_all_tokens(_limited(part, segment, layout).to(dtype), segment, layout) for part in slots]
+    parts.append(layout.mask.to(dtype))
     lanes, n_head = (max(part.shape[dim] for part in parts) for dim in (0, 1))
     rows = layout.mask.shape[2]
     return torch.cat([part.expand(lanes, n_head, rows, -1) for part in parts], dim=-1)
+
+
+def _limited(slots: Slots, segment: Segment, layout: Layout) -> Tensor:
+    """The bias of a strategy's slots, masked for tokens that are too far from them or of a later document.
+
+    Slots without position are never too far.
+    """
+    bias = slots.bias
+    if segment.document is not None:
+        later = segment.document != segment.document[:, :1]  # (B, T)
+        bias = bias.expand(len(later), -1, -1, -1).masked_fill(later[:, None, :, None], MASKED)
+    if layout.limit is None:
+        return bias
+    step = torch.arange(layout.n_token, device=slots.age.device) + layout.n_prefix
+    far = slots.age[:, None, None] + step[:, None] > layout.limit  # (1|B, 1, T, S)
+    if slots.positioned is not None:
+        far = far & slots.positioned
+    return bias.masked_fill(far, MASKED)
 
 
 def _bias_of_all_tokens(bias: Tensor, segment: Segment, layout: Layout) -> Tensor:
@@ -251,4 +275,14 @@ def _join_positioned(slots: list[Slots]) -> Tensor | None:
     ones = [part.age.new_ones(part.age.shape[1], dtype=torch.bool) for part in slots]
     return torch.cat(
         [part.positioned if part.positioned is not None else one for part, one in zip(slots, ones, strict=True)]
+    )
+
+
+def _join_farthest(slots: list[Slots]) -> Tensor | None:
+    """(S,) int64 over all slots, or None when every distance grows with every token."""
+    if all(part.farthest is None for part in slots):
+        return None
+    never = [torch.full_like(part.age[0], torch.iinfo(torch.int32).max) for part in slots]
+    return torch.cat(
+        [part.farthest if part.farthest is not None else far for part, far in zip(slots, never, strict=True)]
     )

@@ -1,15 +1,30 @@
-"""Sinusoids over the distance between a query and a key.
+"""How the scores of a layer know where a key stands: one class per value of `model.position`.
 
-Dai et al. 2019, arXiv:1901.02860, section 3.3: R_d = [sin(d f_0) .. sin(d f_(D/2-1)), cos(d f_0) .. cos(d f_(D/2-1))]
-with f_i = 10000^(-2i/D): halves, not interleaved, as in the authors' code. W is the number of distances in a table.
+    transformer_xl      four terms over the distance d = i - j, embedded as a sinusoid (Dai et al. 2019, section 3.3):
+                            A(i, j) = q_i . k_j  +  q_i . r_d  +  u . k_j  +  v . r_d      with r_d = W_r R_d
+                                      (a) content   (b) position  (c) and (d): learned biases of each head
+    shaw                a learned row and bias per distance, clipped (Shaw et al. 2018 with the authors' bias terms):
+                            A(i, j) = (q_i + u) . k_j  +  q_i . w_d  +  b_d
+    rotary              queries and keys are turned by an angle per place (Su et al. 2021, arXiv:2104.09864)
+    absolute            a sinusoid is added to the embeddings (Vaswani et al. 2017)
+    absolute_per_layer  a learned row is added to each layer's input
+    none                content alone
+
+The first three and `none` see distances only, so they can read a memory. The absolute ones number the tokens of one
+segment, the newest 0 as in the authors' code, and cannot say where a memory's tokens stand.
+
+W is the number of rows in a distance table, S the number of slots, P = S + T the number of keys.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from txl_lightning.config import ModelConfig
 
 
 class DistanceTable(NamedTuple):
@@ -24,11 +39,55 @@ class DistanceTable(NamedTuple):
         skip = self.first - (age + n_token)
         return DistanceTable(self.rows_WD[skip:], self.first - skip, self.ahead)
 
+    def distances(self) -> Tensor:
+        """(W,) int64 distance of each row."""
+        device = self.rows_WD.device
+        return torch.arange(self.first, -self.ahead - 1, -1, device=device).clamp(min=0)
+
+
+class Biases(NamedTuple):
+    """u and v of the paper, (H, K) each; None: its term is off."""
+
+    u_HK: Tensor | None
+    v_HK: Tensor | None
+
+
+class Reading(NamedTuple):
+    """Keys and values a segment attends to, slots first, and what is known about each pair."""
+
+    k_BHPK: Tensor
+    v_BHPK: Tensor
+    bias: Tensor  # (1|B, 1|H, T, P) additive
+    age: Tensor | None  # (1|B, S) ages where they are not contiguous
+    positioned: Tensor | None  # (S,) bool; False: no position term
+    n_slot: int
+    farthest: Tensor | None = None  # (S,) int64 distance at which a slot's distance stops growing
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether key p of query t has distance S + t - p, for all of them."""
+        return self.age is None and self.positioned is None and self.farthest is None
+
+    def ages(self) -> Tensor:
+        """(1|B, S) int64 tokens from each slot to the segment's first token."""
+        if self.age is not None:
+            return self.age
+        return torch.arange(self.n_slot, 0, -1, device=self.k_BHPK.device)[None]
+
+    def positioned_keys(self) -> Tensor | None:
+        """(P,) bool: which keys have a position; None: all."""
+        if self.positioned is None:
+            return None
+        own = self.positioned.new_ones(self.k_BHPK.shape[2] - self.n_slot)
+        return torch.cat([self.positioned, own])
+
 
 def sinusoid(distance_W: Tensor, *, d_model: int, clamp_len: int = -1, dtype: torch.dtype = torch.float32) -> Tensor:
     """(W, D) embeddings of integer distances, computed in at least float32.
 
-    Frequencies are float32 numbers even in float64, as everywhere else: published weights were trained with them.
+    R_d = [sin(d f_0) .. sin(d f_(D/2-1)), cos(d f_0) .. cos(d f_(D/2-1))] with f_i = 10000^(-2i/D): halves, not
+    interleaved, as in the authors' code. Frequencies are float32 numbers even in float64, as everywhere else: published
+    weights were trained with them.
 
     Args:
         distance_W: (W,) integer distances in tokens.
@@ -39,10 +98,14 @@ def sinusoid(distance_W: Tensor, *, d_model: int, clamp_len: int = -1, dtype: to
     if clamp_len > 0:
         distance_W = distance_W.clamp(max=clamp_len)
     wide = torch.promote_types(dtype, torch.float32)
-    exponent = torch.arange(0, d_model, 2, dtype=torch.float32, device=distance_W.device) / d_model
-    frequency = (1.0 / 10000.0**exponent).to(wide)
-    angle = distance_W.to(wide)[:, None] * frequency
+    angle = distance_W.to(wide)[:, None] * frequencies(d_model, device=distance_W.device).to(wide)
     return torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)
+
+
+def frequencies(width: int, *, device: torch.device) -> Tensor:
+    """(width / 2,) float32: 10000^(-2i/width)."""
+    exponent = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    return 1.0 / 10000.0**exponent
 
 
 def distance_table(
@@ -57,3 +120,273 @@ def distance_table(
     distance = torch.arange(first, -ahead - 1, -1, device=device)
     rows = sinusoid(distance.clamp(min=0), d_model=d_model, clamp_len=clamp_len, dtype=dtype)
     return DistanceTable(rows, first, ahead)
+
+
+def distance_rows(read: Reading, table: DistanceTable, *, n_token: int) -> Tensor:
+    """(1|B, T, P) row of the distance table for every pair of query and key."""
+    steps = torch.arange(n_token, device=table.rows_WD.device)
+    to_slots = read.ages()[:, None] + steps[:, None]  # (1|B, T, S)
+    if read.farthest is not None:
+        to_slots = to_slots.minimum(read.farthest)
+    to_own = (steps[:, None] - steps)[None].expand(to_slots.shape[0], -1, -1)
+    distance = torch.cat([to_slots, to_own], dim=-1)
+    return (table.first - distance).clamp(min=0, max=table.first + table.ahead)
+
+
+def shifted_scores(content_BHTK: Tensor, k_BHPK: Tensor, by_row_BHTW: Tensor, *, scale: float) -> Tensor:
+    """(B, H, T, P) scaled scores of contiguous distances: key p of query t has distance S + t - p.
+
+    Row 0 of the table is distance P, one more than occurs: with it each query's scores start one place further left
+    than the row above, so dropping the first T and viewing rows of length W - 1 lines up equal keys, without a copy.
+    Entries above the diagonal are only right if the table ends with T - 1 negative distances (`DistanceTable.ahead`);
+    else they are garbage to be masked.
+
+    Args:
+        content_BHTK: queries of the content terms.
+        k_BHPK: keys.
+        by_row_BHTW: position scores of every query with every row of the table.
+        scale: factor of the sum.
+    """
+    batch, n_head, n_token, n_row = by_row_BHTW.shape
+    width, n_key = k_BHPK.shape[3], k_BHPK.shape[2]
+    position = by_row_BHTW.flatten(-2)[..., n_token:].unflatten(-1, (n_token, n_row - 1))[..., :n_key]
+    content = content_BHTK.reshape(-1, n_token, width)
+    keys = k_BHPK.reshape(-1, n_key, width).transpose(1, 2)
+    scores = torch.baddbmm(position.reshape(-1, n_token, n_key), content, keys, beta=scale, alpha=scale)
+    return scores.view(batch, n_head, n_token, n_key)
+
+
+def gathered_scores(
+    content_BHTK: Tensor, k_BHPK: Tensor, by_row_BHTW: Tensor, *, read: Reading, table: DistanceTable, scale: float
+) -> Tensor:
+    """(B, H, T, P) scaled scores of any distances: each pair looks its row up."""
+    row = distance_rows(read, table, n_token=content_BHTK.shape[2])
+    position = by_row_BHTW.gather(-1, row[:, None].expand(*by_row_BHTW.shape[:3], -1))
+    if (positioned := read.positioned_keys()) is not None:
+        position = position * positioned
+    return (content_BHTK @ k_BHPK.transpose(-1, -2) + position) * scale
+
+
+def reference_scores(
+    q_BHTK: Tensor,
+    k_BHPK: Tensor,
+    r_WHK: Tensor,
+    biases: Biases,
+    *,
+    row: Tensor,
+    positioned: Tensor | None = None,
+    terms: tuple[str, ...] = ("a", "b", "c", "d"),
+) -> Tensor:
+    """(B, H, T, P) the four terms, written out, before scaling.
+
+    Args:
+        q_BHTK, k_BHPK: queries and keys.
+        r_WHK: projected distances.
+        biases: u and v.
+        row: (1|B, T, P) int64, the row of r that belongs to query t and key p.
+        positioned: (P,) bool; where False terms (b) and (d) are 0.
+        terms: those that are on.
+    """
+    index = row[:, None].expand(q_BHTK.shape[0], q_BHTK.shape[1], -1, -1)
+    parts = {"a": torch.einsum("bhtk,bhpk->bhtp", q_BHTK, k_BHPK)}
+    if biases.u_HK is not None:
+        parts["c"] = torch.einsum("hk,bhpk->bhp", biases.u_HK, k_BHPK)[:, :, None]
+    by_row = torch.einsum("bhtk,whk->bhtw", q_BHTK, r_WHK)
+    parts["b"] = by_row.gather(-1, index)
+    if biases.v_HK is not None:
+        bias_by_row = torch.einsum("hk,whk->hw", biases.v_HK, r_WHK)[None, :, None].expand_as(by_row)
+        parts["d"] = bias_by_row.gather(-1, index)
+    if positioned is not None:
+        parts.update({term: parts[term] * positioned for term in ("b", "d") if term in parts})
+    scores = torch.zeros_like(parts["a"])
+    for term in terms:
+        scores = scores + parts[term]
+    return scores
+
+
+class Position(nn.Module):
+    """Scores of queries and keys of one layer; without positions of its own, so content alone.
+
+    Attributes:
+        extends: what happens at distances beyond those of training, in words for the user.
+        needs_whole_segments: places are counted from the segment's end, so part of a segment must be padded.
+    """
+
+    extends: ClassVar[str] = "to any distance"
+    needs_whole_segments: ClassVar[bool] = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.scale = 1.0 / math.sqrt(config.d_head)
+        self.always_reference = config.attention == "reference"
+
+    def biases(self, shared: Biases | None) -> Biases:
+        """This layer's u and v, or the ones that all layers share."""
+        return shared if shared is not None else Biases(None, None)
+
+    def scores(self, q_BHTK: Tensor, read: Reading, table: DistanceTable, biases: Biases) -> Tensor:
+        """(B, H, T, P) scaled scores; nothing is masked yet."""
+        return q_BHTK @ read.k_BHPK.transpose(-1, -2) * self.scale
+
+    def at_embedding(self, x_BTD: Tensor) -> Tensor:
+        """The embedded tokens with what is added to them before the first layer."""
+        return x_BTD
+
+    def at_layer(self, x_BTD: Tensor) -> Tensor:
+        """The layer's input with what is added to it in every layer."""
+        return x_BTD
+
+    def _relative(
+        self, content: Tensor, by_row: Tensor | None, read: Reading, table: DistanceTable, *, n_token: int
+    ) -> Tensor:
+        """Content scores with the position scores lined up, the quickest way that is exact."""
+        if by_row is None:
+            return content @ read.k_BHPK.transpose(-1, -2) * self.scale
+        by_row = by_row.expand(content.shape[0], -1, n_token, -1)
+        if read.contiguous and not self.always_reference:
+            return shifted_scores(content, read.k_BHPK, by_row, scale=self.scale)
+        return gathered_scores(content, read.k_BHPK, by_row, read=read, table=table, scale=self.scale)
+
+
+class TransformerXLPosition(Position):
+    """The paper's four terms, or some of them. Weights: r (H K, D); with `untie_r` also u, v (H, K)."""
+
+    extends = "to any distance (a sinusoid); clamp_len limits it to trained ones"
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.terms = config.terms
+        pair = (config.n_head, config.d_head)
+        self.heads = pair
+        if {"b", "d"} & set(self.terms):
+            self.r = nn.Linear(config.d_model, config.n_head * config.d_head, bias=False)
+        if config.untie_r:
+            self.u = nn.Parameter(torch.zeros(pair)) if "c" in self.terms else None
+            self.v = nn.Parameter(torch.zeros(pair)) if "d" in self.terms else None
+
+    def biases(self, shared: Biases | None) -> Biases:
+        return shared if shared is not None else Biases(self.u, self.v)
+
+    def scores(self, q_BHTK: Tensor, read: Reading, table: DistanceTable, biases: Biases) -> Tensor:
+        u, v = (bias if bias is None else bias.to(q_BHTK.dtype) for bias in biases)
+        positions = bool({"b", "d"} & set(self.terms))
+        r = self.r(table.rows_WD).unflatten(-1, self.heads) if positions else None  # (W, H, K)
+        if self.always_reference and r is not None:
+            return self.scale * reference_scores(
+                q_BHTK,
+                read.k_BHPK,
+                r,
+                Biases(u, v),
+                row=distance_rows(read, table, n_token=q_BHTK.shape[2]),
+                positioned=read.positioned_keys(),
+                terms=self.terms,
+            )
+        content = q_BHTK if u is None else q_BHTK + u[:, None]
+        by_row = None if r is None else self._by_row(q_BHTK, v, r)
+        return self._relative(content, by_row, read, table, n_token=q_BHTK.shape[2])
+
+    def _by_row(self, q_BHTK: Tensor, v_HK: Tensor | None, r_WHK: Tensor) -> Tensor:
+        """(B|1, H, T|1, W): terms (b) and (d) of every query with every row."""
+        rows = r_WHK.permute(1, 2, 0)
+        if "b" not in self.terms:
+            assert v_HK is not None
+            return (v_HK[:, None] @ rows)[None]
+        return (q_BHTK if v_HK is None else q_BHTK + v_HK[:, None]) @ rows
+
+
+class ShawPosition(Position):
+    """A learned row and bias per distance. Weights: u (H, K), rows (N, H, K), row_bias (N, H), N = `max_distance`.
+
+    Row N - 1 is distance 0, as in the authors' files; distances of N - 1 and more read row 0. With clamp_len c only the
+    last c rows are read.
+    """
+
+    extends = "to any distance, but all beyond max_distance - 1 (or clamp_len - 1) look alike"
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.last = config.max_distance - 1
+        self.limit = min(self.last, config.clamp_len - 1) if config.clamp_len > 0 else self.last
+        self.u = nn.Parameter(torch.zeros(config.n_head, config.d_head))
+        self.rows = nn.Parameter(torch.zeros(config.max_distance, config.n_head, config.d_head))
+        self.row_bias = nn.Parameter(torch.zeros(config.max_distance, config.n_head))
+
+    def scores(self, q_BHTK: Tensor, read: Reading, table: DistanceTable, biases: Biases) -> Tensor:
+        index = self.last - table.distances().clamp(max=self.limit)
+        rows, bias = self.rows[index].to(q_BHTK.dtype), self.row_bias[index].to(q_BHTK.dtype)
+        by_row = q_BHTK @ rows.permute(1, 2, 0) + bias.T[:, None]
+        return self._relative(q_BHTK + self.u[:, None].to(q_BHTK.dtype), by_row, read, table, n_token=q_BHTK.shape[2])
+
+
+class RotaryPosition(Position):
+    """Queries and keys turned, in pairs (i, i + K/2), by their place times 10000^(-2i/K). Slots stand at -age."""
+
+    extends = "to any distance, untrained beyond those of training"
+
+    def scores(self, q_BHTK: Tensor, read: Reading, table: DistanceTable, biases: Biases) -> Tensor:
+        steps = torch.arange(q_BHTK.shape[2], device=q_BHTK.device)[None]
+        slots = -read.ages()
+        places = torch.cat([slots, steps.expand(slots.shape[0], -1)], dim=1)  # (1|B, P)
+        turned = rotate(q_BHTK, steps) @ rotate(read.k_BHPK, places).transpose(-1, -2)
+        if read.farthest is not None:
+            still = q_BHTK @ rotate(read.k_BHPK[:, :, : read.n_slot], -read.farthest[None]).transpose(-1, -2)
+            far = (steps[..., None] - slots[:, None] > read.farthest)[:, None]  # (1|B, 1, T, S)
+            to_slots = torch.where(far, still, turned[..., : read.n_slot])
+            turned = torch.cat([to_slots, turned[..., read.n_slot :]], dim=-1)
+        if (positioned := read.positioned_keys()) is not None:
+            turned = torch.where(positioned, turned, q_BHTK @ read.k_BHPK.transpose(-1, -2))
+        return turned * self.scale
+
+
+def rotate(x_BHTK: Tensor, place_BT: Tensor) -> Tensor:
+    """(B, H, T, K) each pair (x_i, x_(i+K/2)) turned by place times frequency i; angles in at least float32."""
+    wide = torch.promote_types(x_BHTK.dtype, torch.float32)
+    angle = place_BT[..., None].to(wide) * frequencies(x_BHTK.shape[-1], device=x_BHTK.device).to(wide)
+    cos, sin = (part.to(x_BHTK.dtype)[:, None] for part in (angle.cos(), angle.sin()))  # (1|B, 1, T, K/2)
+    first, second = x_BHTK.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class AbsolutePosition(Position):
+    """The sinusoid of T-1, ..., 1, 0 is added to the embeddings of a segment: the authors' attn_type 2."""
+
+    extends = "to any segment length (a sinusoid), untrained beyond that of training"
+    needs_whole_segments = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.clamp_len = config.clamp_len
+
+    def at_embedding(self, x_BTD: Tensor) -> Tensor:
+        place = torch.arange(x_BTD.shape[1] - 1, -1, -1, device=x_BTD.device)
+        return x_BTD + sinusoid(place, d_model=x_BTD.shape[2], clamp_len=self.clamp_len, dtype=x_BTD.dtype)
+
+
+class PerLayerPosition(Position):
+    """Learned rows are added to each layer's input: the authors' attn_type 3. Weights: rows (N, D), N = `max_distance`.
+
+    The newest token reads row N - 1; tokens N - 1 and more before it read row 0.
+    """
+
+    extends = "to any segment length, but tokens max_distance - 1 and more from its end look alike"
+    needs_whole_segments = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.rows = nn.Parameter(torch.zeros(config.max_distance, config.d_model))
+
+    def at_layer(self, x_BTD: Tensor) -> Tensor:
+        last = self.rows.shape[0] - 1
+        place = torch.arange(x_BTD.shape[1] - 1, -1, -1, device=x_BTD.device)
+        return x_BTD + self.rows[last - place.clamp(max=last)].to(x_BTD.dtype)
+
+
+KINDS: dict[str, type[Position]] = {
+    "transformer_xl": TransformerXLPosition,
+    "shaw": ShawPosition,
+    "rotary": RotaryPosition,
+    "absolute": AbsolutePosition,
+    "absolute_per_layer": PerLayerPosition,
+    "none": Position,
+}
+"""`model.position` to its class."""

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from txl_lightning import registry
-from txl_lightning.config import Config
+from txl_lightning.config import POSITIONS, Config
 from txl_lightning.memory.base import MemoryPlan, MemoryStrategy, TokenMemory, fresh_state, keep_dead, reset_lanes
-from txl_lightning.model.attention import Biases
 from txl_lightning.model.block import Block, Layout, substate
 from txl_lightning.model.embedding import TokenEmbedding
-from txl_lightning.model.positions import DistanceTable, distance_table
+from txl_lightning.model.hub import HubModel
+from txl_lightning.model.parts import make_dropout, make_norm
+from txl_lightning.model.positions import KINDS, Biases, DistanceTable, Position, distance_table
 from txl_lightning.model.softmax import OutputSoftmax
 from txl_lightning.types import Aux, Segment, State
 
@@ -30,7 +31,7 @@ class ModelOutput(NamedTuple):
     metrics: Mapping[str, Tensor]  # 0-dim, detached, `<strategy>/<name>/L<layer>`
 
 
-class TransformerXL(nn.Module):
+class TransformerXL(HubModel, nn.Module):
     """Dai et al. 2019, arXiv:1901.02860, with any memory behind the interface of `txl_lightning.memory`.
 
     Args:
@@ -44,21 +45,42 @@ class TransformerXL(nn.Module):
     def __init__(self, config: Config, *, plan: MemoryPlan | None = None) -> None:
         super().__init__()
         self.config = config.model
+        self.run_config = config  # the whole of it: what exported weights and model cards tell
         if plan is None:
             plan = registry.memories.get(config.memory.name).build(config.memory, config.model)
         if len(plan.layers) != self.config.n_layer:
             raise ValueError(f"the memory plan has {len(plan.layers)} layers, the model {self.config.n_layer}")
         self.embedding = TokenEmbedding(self.config)
         self.layers = nn.ModuleList(Block(self.config, memories) for memories in plan.layers)
+        if not POSITIONS[self.config.position] and any(layer.oldest for layer in self._blocks()):
+            raise ValueError(f"position {self.config.position} cannot tell where the slots of a memory stand")
         self.tokens = plan.tokens
-        self.softmax = OutputSoftmax(self.config)
-        self.dropout = nn.Dropout(self.config.dropout)
-        if not self.config.untie_r:
-            self.u = nn.Parameter(torch.zeros(self.config.n_head, self.config.d_head))
-            self.v = nn.Parameter(torch.zeros(self.config.n_head, self.config.d_head))
-        if self.config.tie_weights:
-            self.softmax.weight = self.embedding.table.weight  # type: ignore[assignment]  # torch says Tensor
-        initialise(self, std=self.config.init_std)
+        self.final_norm = make_norm(self.config) if self.config.final_norm else None
+        self.softmax = OutputSoftmax(self.config, self.embedding)
+        self.dropout = make_dropout(self.config)
+        self.table_dropout = nn.Dropout(self.config.dropout)
+        self.limit = config.distance_limit
+        shared = self.config.position == "transformer_xl" and not self.config.untie_r
+        pair = (self.config.n_head, self.config.d_head)
+        self.u, self.v = (
+            nn.Parameter(torch.zeros(pair)) if shared and term in self.config.terms else None for term in ("c", "d")
+        )
+        initialise(self, std=self.config.init_std, proj_std=self.config.proj_init_std)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embedding.tables[0].weight.device  # type: ignore[return-value]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.embedding.tables[0].weight.dtype  # type: ignore[return-value]
+
+    @property
+    def needs_whole_segments(self) -> bool:
+        """Whether a part of a segment must be padded to a whole one to be read as it will be in the end."""
+        return KINDS[self.config.position].needs_whole_segments
 
     def init_state(
         self,
@@ -75,8 +97,7 @@ class TransformerXL(nn.Module):
             form: "hidden" for training, "projected" for evaluation and generation.
             device, dtype: of activations; the parameters' by default.
         """
-        weight = self.softmax.weight
-        place, kind = torch.device(device or weight.device), dtype or weight.dtype
+        place, kind = torch.device(device or self.device), dtype or self.dtype
         state: State = {"age": torch.zeros(batch_size, dtype=torch.int64, device=place)}
         for path, part in self.memory_parts():
             fresh = fresh_state(part, batch_size, form=form, device=place, dtype=kind)
@@ -95,11 +116,12 @@ class TransformerXL(nn.Module):
             targets_BT: (B, T) int64 next tokens, to get losses.
 
         Raises:
-            ValueError: the segment holds several documents, or a strategy offers other slots than it declares.
+            ValueError: the segment holds several documents and a strategy cannot keep them apart (`inner_resets`), or
+                one offers other slots than it declares.
         """
         segment = segment if segment is not None else Segment.full(tokens_BT)
         if segment.document is not None:
-            raise ValueError("Segment.document is set, but no layer keeps documents of one segment apart")
+            self._refuse_inner_resets()
         x = self._embed(tokens_BT, state, segment)
         layout = self._layout(segment, tokens_BT.shape[1], device=x.device)
         table = self._table(layout, device=x.device)
@@ -112,10 +134,11 @@ class TransformerXL(nn.Module):
             losses.update({f"{name}/L{index}": loss for name, loss in aux.losses.items()})
             metrics.update({f"{name}/L{index}": metric for name, metric in aux.metrics.items()})
         new_state.update(self._write_tokens(state, x, segment))
-        age = torch.where(segment.reset, 0, state["age"]) + segment.length
+        age = segment.since_start(torch.where(segment.reset, 0, state["age"]))
         new_state["age"] = torch.where(segment.length > 0, age, state["age"])
         new_state = {key: new_state[key] for key in state}  # a compiled forward looks at the order of keys too
-        hidden = self.dropout(layout.real(x, 1))
+        hidden = layout.real(x, 1)
+        hidden = self.dropout(hidden if self.final_norm is None else self.final_norm(hidden))
         return ModelOutput(self._losses(hidden, targets_BT, segment), hidden, new_state, losses, metrics)
 
     def log_probs(self, hidden_BTD: Tensor) -> Tensor:
@@ -135,20 +158,30 @@ class TransformerXL(nn.Module):
 
     def _embed(self, tokens_BT: Tensor, state: State, segment: Segment) -> Tensor:
         """(B, E, D) embedded tokens with the memory tokens around them."""
-        x = self.embedding(tokens_BT)
+        x = self._position().at_embedding(self.embedding(tokens_BT))
         if self.tokens is not None:
             x = self.tokens.wrap(reset_lanes(self.tokens, substate(state, "tokens"), segment.reset), x, segment)
         return self.dropout(x)
 
+    def _position(self) -> Position:
+        """The first layer's; what is done before it is the same for all."""
+        return self._blocks()[0].attention.position
+
+    def _refuse_inner_resets(self) -> None:
+        unable = [path for path, part in self.memory_parts() if not part.inner_resets]
+        if unable:
+            raise ValueError(f"Segment.document is set, but memory {unable[0]} cannot start anew inside a segment")
+
     def _layout(self, segment: Segment, n_token: int, *, device: torch.device) -> Layout:
         tokens = self.tokens
         n_prefix, n_suffix = (tokens.n_prefix, tokens.n_suffix) if tokens is not None else (0, 0)
-        mask, hide = token_mask(segment, n_prefix=n_prefix, n_token=n_token, n_suffix=n_suffix, device=device), None
+        size = {"n_prefix": n_prefix, "n_token": n_token, "n_suffix": n_suffix}
+        mask, hide = token_mask(segment, **size, limit=self.limit, device=device), None
         if tokens is not None and not (tokens.prefix_reads_slots and tokens.suffix_reads_slots):
             row = torch.arange(n_prefix + n_token + n_suffix, device=device)
             hide = (row < n_prefix) & (not tokens.prefix_reads_slots)
             hide = (hide | (row >= n_prefix + n_token) & (not tokens.suffix_reads_slots))[:, None]
-        return Layout(n_prefix, n_token, n_suffix, mask, hide)
+        return Layout(**size, mask=mask, hide_slots=hide, limit=self.limit)
 
     def _table(self, layout: Layout, *, device: torch.device) -> DistanceTable:
         """Distances of all layers, embedded once; the dropout mask is shared by all layers, as in the paper's code."""
@@ -160,9 +193,9 @@ class TransformerXL(nn.Module):
             d_model=self.config.d_model,
             clamp_len=self.config.clamp_len,
             device=device,
-            dtype=self.softmax.weight.dtype,
+            dtype=self.dtype,
         )
-        return table._replace(rows_WD=self.dropout(table.rows_WD))
+        return table._replace(rows_WD=self.table_dropout(table.rows_WD))
 
     def _run(
         self, layer: nn.Module, x: Tensor, state: State, segment: Segment, layout: Layout, table: DistanceTable
@@ -188,14 +221,21 @@ class TransformerXL(nn.Module):
         return torch.where(segment.mask(losses.shape[1]), losses, 0.0)
 
 
-def token_mask(segment: Segment, *, n_prefix: int, n_token: int, n_suffix: int, device: torch.device) -> Tensor:
+def token_mask(
+    segment: Segment, *, n_prefix: int, n_token: int, n_suffix: int, device: torch.device, limit: int | None = None
+) -> Tensor:
     """(1|B, 1, E, E) additive mask of the tokens among themselves.
 
-    Real tokens see what came before them; padding comes after every real token, so it needs no mask. Prefix and suffix
-    tokens see their own kind in both directions; suffix tokens do not see padding.
+    Real tokens see what came before them, `limit` tokens back at most; padding comes after every real token, so it
+    needs no mask. Prefix and suffix tokens see their own kind in both directions; suffix tokens do not see padding.
     """
     row = torch.arange(n_prefix + n_token + n_suffix, device=device)
     seen = row[:, None] >= row
+    if limit is not None:
+        real = (row >= n_prefix) & (row < n_prefix + n_token)
+        seen = seen & ~(real[:, None] & real & (row[:, None] - row > limit))
+    if segment.document is not None:  # no extra tokens then: a token memory cannot start anew inside a segment
+        seen = seen & (segment.document[:, :, None] == segment.document[:, None])
     if n_prefix:
         seen = seen | (row[:, None] < n_prefix) & (row < n_prefix)
     if n_suffix:
@@ -208,8 +248,9 @@ def token_mask(segment: Segment, *, n_prefix: int, n_token: int, n_suffix: int, 
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, *, std: float) -> None:
-    """The authors' initial weights: N(0, std) for matrices, u and v; 0 for biases; N(1, std) for norms' gains.
+def initialise(model: nn.Module, *, std: float, proj_std: float) -> None:
+    """The authors' initial weights: N(0, std) for matrices, u and v; N(0, proj_std) for the projections of embedding
+    and softmax; 0 for biases; N(1, std) for norms' gains.
 
     Memory strategies initialise themselves and are left alone.
     """
@@ -218,7 +259,9 @@ def initialise(model: nn.Module, *, std: float) -> None:
             continue
         if name.endswith("norm.weight"):
             parameter.normal_(1.0, std)
-        elif name.endswith("bias"):
+        elif name.endswith("bias") or name.startswith("softmax.biases."):
             parameter.zero_()
+        elif ".projections." in name:
+            parameter.normal_(0.0, proj_std)
         else:
             parameter.normal_(0.0, std)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as L
 
-from txl_lightning.build import check_vocabulary
+from txl_lightning.build import check_resets, check_vocabulary, document_end
 from txl_lightning.config import Config
 from txl_lightning.data.lanes import LaneLoader, used_lanes
+from txl_lightning.data.order import units_of
 from txl_lightning.data.store import TokenData, check_training, prepare
 
 
@@ -32,6 +35,7 @@ class TextDataModule(L.LightningDataModule):
         if self._data is None:
             self._data = prepare(self.config.data, training=False)
             check_vocabulary(self.config, self._data.meta)
+            check_resets(self.config, self._data.vocab)
         return self._data
 
     def prepare_data(self) -> None:
@@ -43,8 +47,19 @@ class TextDataModule(L.LightningDataModule):
     def train_dataloader(self) -> LaneLoader:
         keys = self.config.data
         check_training(self.data.meta, batch_size=keys.batch_size)
-        lanes = keys.batch_size
-        return self._loader("train", lanes=lanes, used=lanes, segment_len=keys.segment_len, key="data.batch_size")
+        lanes, tokens = keys.batch_size, self.data.require("train")
+        shuffled = keys.shuffle != "none"
+        return self._loader(
+            "train",
+            lanes=lanes,
+            used=lanes,
+            segment_len=keys.segment_len,
+            key="data.batch_size",
+            units=units_of(tokens, self.data.vocab, unit=keys.shuffle) if shuffled else None,
+            segment_len_std=keys.segment_len_std,
+            seed=self.config.seed,
+            group=group if (group := self.config.trainer.bptt_segments) > 1 else 0,
+        )
 
     def val_dataloader(self) -> LaneLoader | list[LaneLoader]:
         return self.eval_dataloader("valid") if "valid" in self.data.splits else []
@@ -67,7 +82,7 @@ class TextDataModule(L.LightningDataModule):
         n_token = len(self.data.require(split))
         return used_lanes(n_token, lanes=self.config.eval_batch_size, segment_len=self.config.eval_segment_len)
 
-    def _loader(self, split: str, *, lanes: int, used: int, segment_len: int, key: str) -> LaneLoader:
+    def _loader(self, split: str, *, lanes: int, used: int, segment_len: int, key: str, **order: Any) -> LaneLoader:
         tokens = self.data.require(split)
         segment_len = min(segment_len, -(-(len(tokens) - 1) // used))  # longer than the longest lane is only padding
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
@@ -78,7 +93,10 @@ class TextDataModule(L.LightningDataModule):
             used_lanes=used,
             rank=rank,
             world_size=world,
+            reset=self.config.memory.reset,
+            separator=document_end(self.data.vocab),
             num_workers=self.config.data.num_workers,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
             key=key,
+            **order,
         )

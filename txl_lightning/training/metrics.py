@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,14 +41,22 @@ class TokenLoss(torchmetrics.Metric):
         return self.nll / self.count
 
 
-def scores(loss: float, unit: str) -> dict[str, float]:
+def scores(loss: float, unit: str, *, per_target: Mapping[str, float] | None = None) -> dict[str, float]:
     """The customary figures of a loss in nats per token.
 
     Args:
         loss: nats per token.
-        unit: what a token stands for: "byte", "char" or "word".
+        unit: what a token stands for: "byte", "char", "word" or "token".
+        per_target: words and bytes of the scored text per scored target, where they are counted ("word", "byte").
 
     Returns:
-        loss, bits per unit, and ppl = exp(loss), which is given as e^700 where it would overflow.
+        loss, bits per unit, and ppl = exp(loss), which is given as e^700 where it would overflow; with counts also
+        word_ppl = exp(total loss / words) and bits_per_byte, whatever the tokens are.
     """
-    return {"loss": loss, f"bits_per_{unit}": loss / math.log(2), "ppl": math.exp(min(loss, 700.0))}
+    per_target = per_target or {}
+    found = {"loss": loss, f"bits_per_{unit}": loss / math.log(2), "ppl": math.exp(min(loss, 700.0))}
+    if words := per_target.get("word"):
+        found["word_ppl"] = math.exp(min(loss / words, 700.0))
+    if n_byte := per_target.get("byte"):
+        found["bits_per_byte"] = loss / math.log(2) / n_byte
+    return found

@@ -8,15 +8,19 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from txl_lightning.config import Config, ConfigError
+from txl_lightning.data.store import TokenData
 from txl_lightning.model.transformer import ModelOutput, TransformerXL
+from txl_lightning.training.accumulation import Window, next_window
+from txl_lightning.training.averaging import MovingAverage
 from txl_lightning.training.clock import Clock
 from txl_lightning.training.datamodule import TextDataModule
 from txl_lightning.training.lane_state import LaneState, stage_of
 from txl_lightning.training.metrics import TokenLoss, scores
-from txl_lightning.training.optim import build_optimizer, build_schedule
-from txl_lightning.types import Batch, State
+from txl_lightning.training.optim import Plateau, build_optimizer, build_schedule
+from txl_lightning.types import Batch, State, detach
 
 
 class NonFiniteLoss(RuntimeError):
@@ -49,23 +53,45 @@ class TransformerXLModule(L.LightningModule):
         self.validated_at = -1  # optimizer step of the latest validation
         self._step_before = 0
         self._unstepped = -1  # optimizer steps made when the latest segment was read
+        self._window: Window | None = None  # segments of the optimizer step under way
+        self._schedule: LRScheduler | None = None
+        self._average = [MovingAverage(config.optim.ema)] if config.optim.ema else []
         self._reported: dict[str, Tensor] = {}  # what the latest training step's memory said
         self._curves: dict[str, Any] = {}  # figures of the point under way
         self._grad_norm: Tensor | None = None
         self._read_text: str | None = None  # fingerprint of what the lanes hold
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        out = self._step("train", batch)
+    def training_step(self, batch: Batch | list[Batch], batch_idx: int) -> Tensor:
+        """The loss of a segment, or of a window of several that one backward pass goes through."""
+        window = batch if isinstance(batch, list) else [batch]
+        reach = self.config.trainer.bptt_of_step(self.trainer.global_step)
+        state = self.lanes.read("train", window[0], lambda lanes: self._fresh(lanes, "train"))
+        loss = torch.zeros((), device=self.device)
+        for index, part in enumerate(window):
+            out = self._read(part, state if index % reach else detach(state))
+            state, loss = out.state, loss + self._share_of_step(out, part)
+        self.lanes.propose("train", state, window[-1])
+        return loss
+
+    def _share_of_step(self, out: ModelOutput, batch: Batch) -> Tensor:
+        """What a segment adds to the loss of its optimizer step, which is the mean over all the targets of that."""
         assert out.losses_BT is not None
         self._refuse_non_finite(out.losses_BT)
         nll = out.losses_BT.sum()
         self.train_loss.update(nll.detach(), batch.segment.length.sum())
         self._reported = {**out.metrics, **{name: loss.detach() for name, loss in out.aux_losses.items()}}
-        # the gradient of an optimizer step is that of the mean over all its targets, of all ranks and segments:
-        # ddp divides by the ranks, whose lanes may hold different numbers of targets, lightning by the segments
-        share = self.trainer.accumulate_grad_batches / self._targets_of_step(batch)
+        # the mean over the targets of all ranks and segments: ddp divides by the ranks, whose lanes may hold different
+        # numbers of targets, lightning by the segments
+        n_target = self._window.n_target if self._window is not None else batch.n_target
+        share = self.trainer.accumulate_grad_batches / n_target
         loss = nll * self.trainer.world_size * share
         return loss + sum(out.aux_losses.values()) * batch.n_target * share
+
+    @property
+    def unit(self) -> str:
+        """What a token stands for in scores: byte, char or word where our data module says so, else token."""
+        data = self._data()
+        return "token" if data is None else data.meta.unit
 
     @property
     def at_border(self) -> bool:
@@ -73,7 +99,7 @@ class TransformerXLModule(L.LightningModule):
         return self.trainer.global_step > self._unstepped
 
     def on_after_backward(self) -> None:
-        if self.at_border and self.trainer.accumulate_grad_batches > 1:
+        if self.at_border and self._accumulates:
             self.lanes.mark()
         self.lanes.commit("train")
         self._unstepped = self.trainer.global_step
@@ -81,6 +107,9 @@ class TransformerXLModule(L.LightningModule):
     def on_train_start(self) -> None:
         self._demand_same_text(there=self._read_text, what="these lanes have read")
         self._read_text = self._fingerprint()
+        if isinstance(self._schedule, Plateau) and not self.trainer.enable_validation:
+            cure = "let the Trainer validate or take another schedule"
+            raise ConfigError("optim.schedule", "plateau", "there is no validation whose loss it could watch", cure)
         self.lanes.seek(self.trainer.train_dataloader)
         self._unstepped = -1
         if self.trainer.global_rank > 0:  # else lanes of different ranks would share their dropout masks
@@ -90,14 +119,16 @@ class TransformerXLModule(L.LightningModule):
     def on_train_end(self) -> None:
         self.clock.pause()
         if self.train_loss.update_called:  # steps since the last point of the curves
-            self.scores["train"] = scores(float(self.train_loss.compute()), self.config.data.unit)
+            self.scores["train"] = scores(float(self.train_loss.compute()), self.unit)
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Batch | list[Batch], batch_idx: int) -> None:
         self._step_before = self.trainer.global_step
+        if self._accumulates:
+            self._accumulate(batch if isinstance(batch, list) else [batch], batch_idx)
 
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Batch | list[Batch], batch_idx: int) -> None:
         """Log the means since the last point. Runs on all ranks at the same steps: sums cross ranks here."""
-        self.clock.tokens += batch.n_target
+        self.clock.tokens += sum(part.n_target for part in (batch if isinstance(batch, list) else [batch]))
         if self.logs_now():
             self._log_scores("train", self.train_loss)
             self.log_curves({f"memory/{name}": value for name, value in self._reported.items()})
@@ -129,21 +160,39 @@ class TransformerXLModule(L.LightningModule):
         else:
             self._log_scores("val", self.eval_loss)
             self._draw_point()
+            if isinstance(self._schedule, Plateau) and self._validation_was_due():
+                self._schedule.tell(self.scores["val"]["loss"])
         self.lanes.drop("sanity/")
         self.lanes.drop("val/")
+
+    def _validation_was_due(self) -> bool:
+        """Whether the interval asked for this validation; Lightning validates too when training is stopped early."""
+        loop, interval = self.trainer.fit_loop, self.trainer.val_check_batch
+        across = self.trainer.check_val_every_n_epoch is None
+        done = 1 + (loop.total_batch_idx if across else loop.batch_idx)
+        due = done % interval == 0 if isinstance(interval, int) else not self.trainer.should_stop
+        return self.trainer.state.fn == "fit" and due
 
     def on_test_epoch_end(self) -> None:
         self._log_scores("test", self.eval_loss)
         self.lanes.drop("test/")
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        """The moving average of the weights, if `optim.ema` asks for it."""
+        return list(self._average)
 
     def configure_optimizers(self) -> Any:
         planned, actual = self.config.trainer.max_steps, self.trainer.max_steps
         if actual not in (-1, planned):
             rule = f"the Trainer has max_steps={actual}, so the learning-rate schedule would not fit"
             raise ConfigError("trainer.max_steps", planned, rule, "give both the same number")
+        if self.trainer.accumulate_grad_batches > 1 and not self._accumulates:
+            theirs = self.trainer.accumulate_grad_batches
+            cure = f"set trainer.accumulate_grad_batches={theirs} in the configuration instead"
+            raise ConfigError("Trainer.accumulate_grad_batches", theirs, "is not read", cure)
         optimizer = build_optimizer(self.named_parameters(), self.config.optim)
-        schedule = build_schedule(optimizer, self.config.optim, max_steps=planned)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        self._schedule = build_schedule(optimizer, self.config.optim, max_steps=planned)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._schedule, "interval": "step"}}
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -163,6 +212,7 @@ class TransformerXLModule(L.LightningModule):
             "config": self.config.to_dict(),
             "lanes": self.lanes.state_dict(marked=not self.at_border),
             "data_fingerprint": self._fingerprint(),
+            "vocab": None if (data := self._data()) is None else data.vocab.to_dict(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -179,8 +229,13 @@ class TransformerXLModule(L.LightningModule):
 
     def _fingerprint(self) -> str | None:
         """Of the data that is read, if it comes from our data module."""
-        data = getattr(self._trainer, "datamodule", None)
-        return data.data.meta.fingerprint if isinstance(data, TextDataModule) else None
+        data = self._data()
+        return None if data is None else data.meta.fingerprint
+
+    def _data(self) -> TokenData | None:
+        """What is read, if it comes from our data module."""
+        source = getattr(self._trainer, "datamodule", None)
+        return source.data if isinstance(source, TextDataModule) else None
 
     def log_curves(self, figures: dict[str, Any]) -> None:
         """Add figures to the point of the curves that this step draws. For callbacks, where `logs_now` is true."""
@@ -202,12 +257,9 @@ class TransformerXLModule(L.LightningModule):
             if add is not None:
                 add(tag, text, self.trainer.global_step)
 
-    def _step(self, stage: str, batch: Batch) -> ModelOutput:
-        """Read one segment: state in, state proposed."""
-        state = self.lanes.read(stage, batch, lambda lanes: self._fresh(lanes, stage))
-        out = self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT)
-        self.lanes.propose(stage, out.state, batch)
-        return out
+    def _read(self, batch: Batch, state: State) -> ModelOutput:
+        """Read one segment."""
+        return self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT)
 
     def _fresh(self, lanes: int, stage: str) -> State:
         # weights move in training, so it keeps hidden states; evaluation projects each state once
@@ -219,27 +271,43 @@ class TransformerXLModule(L.LightningModule):
 
     def _eval_step(self, batch: Batch, dataloader_idx: int) -> None:
         stage = stage_of(self.trainer, dataloader_idx)
-        out = self._step(stage, batch)
+        out = self._read(batch, self.lanes.read(stage, batch, lambda lanes: self._fresh(lanes, stage)))
+        self.lanes.propose(stage, out.state, batch)
         self.lanes.commit(stage)
         self.eval_loss.update(out.losses_BT.sum(), batch.segment.length.sum())  # type: ignore[union-attr]
+
+    def _per_target(self, stage: str) -> dict[str, float]:
+        """Words and bytes per target of an evaluated split, where the data counts them."""
+        source = getattr(self._trainer, "datamodule", None)
+        if stage == "train" or not isinstance(source, TextDataModule):
+            return {}
+        split = "valid" if stage == "val" else source.test_split
+        n_target = source.data.meta.require(split) - 1
+        return {unit: count / n_target for unit, count in source.data.meta.scored(split).items()}
 
     def _log_scores(self, stage: str, metric: TokenLoss) -> None:
         loss = float(metric.compute())
         metric.reset()
-        self.scores[stage] = scores(loss, self.config.data.unit)
+        self.scores[stage] = scores(loss, self.unit, per_target=self._per_target(stage))
         figures = {f"{stage}/{name}": value for name, value in self.scores[stage].items()}
         self._curves.update(figures)
         # the same on all ranks; lightning wants to be told
         self.log_dict(figures, logger=False, sync_dist=stage != "train")
 
-    def _targets_of_step(self, batch: Batch) -> int:
-        """Targets of all the segments that the batch's optimizer step sums over."""
-        layout = getattr(self.trainer.train_dataloader, "layout", None)
-        segments = self.trainer.accumulate_grad_batches
-        if segments == 1 or layout is None:
-            return batch.n_target * segments
-        first = batch.position.segment // segments * segments
-        return sum(int(layout.lengths(segment).sum()) for segment in range(first, first + segments))
+    @property
+    def _accumulates(self) -> bool:
+        return self.config.trainer.accumulate_grad_batches > 1
+
+    def _accumulate(self, window: list[Batch], batch_idx: int) -> None:
+        """Begin or go on with an optimizer step over several segments."""
+        if self.at_border:
+            self.zero_grad()
+            layout = getattr(self.trainer.train_dataloader, "layout", None)
+            segments = self.config.trainer.segments_of_step(self.trainer.global_step)
+            self._window = next_window(window[0], layout, segments=segments)
+        assert self._window is not None
+        segment = window[-1].position.segment
+        self.trainer.accumulate_grad_batches = self._window.batches_for_lightning(segment, batch_idx)
 
     def _refuse_non_finite(self, losses_BT: Tensor) -> None:
         bad_B = ~losses_BT.detach().isfinite().all(dim=1)

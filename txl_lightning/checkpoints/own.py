@@ -1,4 +1,4 @@
-"""Checkpoints of a run: where they are, what they say, and the model in them. Loading never runs code from a file."""
+"""Checkpoints of a run: where they are, what they say, and the model in them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.model.transformer import TransformerXL
+from txl_lightning.model.weights import load_weights
 
 FOLDER, LAST, BEST = "checkpoints", "last.ckpt", "best.ckpt"
 
@@ -81,24 +82,5 @@ def load_checkpoint(path: str, config: Config | None = None) -> TransformerXL:
     model = TransformerXL(config)
     weights = {k.removeprefix("model."): v for k, v in saved["state_dict"].items() if k.startswith("model.")}
     load_weights(model, weights, path=path)
+    model.vocab = saved["txl_lightning"].get("vocab")
     return model.eval()
-
-
-def load_weights(model: TransformerXL, weights: dict[str, torch.Tensor], *, path: str) -> None:
-    """Fill a model; weights of a memory it does not have are left out. Raises ConfigError naming the weight."""
-    own = model.state_dict()
-    extra = [name for name in weights if name not in own and not _of_memory(name)]
-    missing = [name for name in own if name not in weights]
-    for names, rule in ((extra, "the model has no weight"), (missing, "the checkpoint has no weight")):
-        if names:
-            cure = "keep the model and memory keys of the checkpoint"
-            raise ConfigError("ckpt", path, f"{rule} {names[0]} ({len(names)} such)", cure)
-    for name, tensor in own.items():
-        if tensor.shape != weights[name].shape:
-            rule = f"{name} is {tuple(weights[name].shape)} there and {tuple(tensor.shape)} in the model"
-            raise ConfigError("ckpt", path, rule, "keep the model keys of the checkpoint")
-    model.load_state_dict({name: weights[name] for name in own})
-
-
-def _of_memory(name: str) -> bool:
-    return ".memories." in name or name.startswith("tokens.")

@@ -1,0 +1,24 @@
+"""Checkpoints: those of our runs, and the files of other Transformer-XLs. Loading never runs code from a file."""
+
+from txl_lightning.checkpoints.own import (
+    BEST,
+    FOLDER,
+    LAST,
+    checkpoint_file,
+    load_checkpoint,
+    read_checkpoint,
+    read_config,
+)
+from txl_lightning.checkpoints.reference import from_reference, to_reference
+
+__all__ = [
+    "BEST",
+    "FOLDER",
+    "LAST",
+    "checkpoint_file",
+    "from_reference",
+    "load_checkpoint",
+    "read_checkpoint",
+    "read_config",
+    "to_reference",
+]
