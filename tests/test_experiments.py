@@ -217,6 +217,13 @@ def test_reproduce_refuses(options: dict[str, Any], said: str) -> None:
         reproduce.check(load(), ReproduceOptions(**options))
 
 
+def test_reproduce_refuses_files_that_hold_something_else(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text('{"tokens_per_second": 3}')
+    (tmp_path / "config.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="is no folder of a finished run"):
+        reproduce.check(load(), ReproduceOptions(name="wt103_base", speed_from=str(tmp_path)))
+
+
 def test_dry_run_counts_the_model_the_optimizer_and_the_average(tmp_path: Path) -> None:
     plain = dry_run.needs(tiny_config(tmp_path))
     assert plain.parameters == tiny_config(tmp_path).model.num_params() and plain.memory_parameters == 0

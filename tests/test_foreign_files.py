@@ -404,6 +404,7 @@ def test_imports_are_refused_before_anything_is_written(
         ({"to": None}, "to=null: is required"),
         ({"layout": None}, "layout=null: is required"),
         ({"to": "nowhere/x.ckpt"}, "to=nowhere/x.ckpt: its folder does not exist"),
+        ({"to": str(source)}, "is the file that src names"),
         ({"layout": "authors"}, "config."),
         ({"layout": "google"}, "layout=google: no such choice"),
         ({"src": str(alone)}, "the file holds no configuration"),

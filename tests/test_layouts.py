@@ -353,3 +353,20 @@ def test_widths_of_numbers() -> None:
     half = from_reference({name: tensor.half() for name, tensor in state.items()}, config)
     assert half.dtype == torch.float32
     assert torch.equal(half.u, state["r_w_bias"].half().float())
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse", "complex"])
+def test_weights_that_are_no_plain_numbers_are_refused(kind: str) -> None:
+    odd = {
+        "meta": torch.empty(3, device="meta"),
+        "sparse": torch.eye(3).to_sparse(),
+        "complex": torch.zeros(3, dtype=torch.complex64),
+    }
+    with pytest.raises(ConfigError, match=r"^state_dict=r_w_bias: is a torch\..*; save it as a dense tensor"):
+        from_reference({"r_w_bias": odd[kind]}, {}, "authors")
+
+
+def test_a_configuration_of_absurd_size_is_compared_before_it_is_built() -> None:
+    config = {"n_layer": 1, "n_head": 1, "d_model": 10**12, "d_head": 1, "d_inner": 1, "n_token": 7, "mem_len": 0}
+    with pytest.raises(ConfigError, match=r"^state_dict"):
+        from_reference({"word_emb.emb_layers.0.weight": torch.zeros(7, 4)}, config, "authors")

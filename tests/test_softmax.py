@@ -182,6 +182,7 @@ def test_training_never_holds_tokens_times_vocabulary() -> None:
         ({"cutoffs": (10, 10)}, "^model.cutoffs=.*: must rise"),
         ({"cutoffs": (20, 10)}, "^model.cutoffs=.*: must rise"),
         ({"cutoffs": (0, 10)}, "^model.cutoffs=.*: must rise, from 1"),
+        ({"cutoffs": ((1,),)}, "^model.cutoffs=.*: must be whole numbers"),
         ({"cutoffs": (10, 20), "tie_projs": (True,)}, "^model.tie_projs=.*: there are 3 clusters"),
         ({"cutoffs": (10, 20), "div_val": 8}, "^model.div_val=8: divides the width 16 down to nothing in 3 clusters"),
     ],

@@ -267,6 +267,7 @@ def test_what_cannot_serve_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert refusal(tokenizer=" ") == "is empty"
     assert refusal("data.tokenizer_size", tokenizer_size=300) == f"cannot go with data.tokenizer={bad}"
     assert refusal("data.tokenizer_size", tokenizer="bpe", tokenizer_size=256) == "must be >= 257"
+    assert refusal("data.tokenizer_size", tokenizer="bpe", tokenizer_size=10**11) == "must be <= 10000000"
     assert refusal(tokenizer="bpe", train=None, test=str(path)).startswith("there is no training split")
     path.write_bytes(b"text in \xe4nother encoding")
     assert refusal(tokenizer="bpe") == "the train split is not UTF-8: b'text in \\xe4nother encoding'"

@@ -38,7 +38,8 @@ def check_resets(config: Config, vocab: Vocab) -> None:
     unable = {name for name, part in _parts(plan) if not part.inner_resets}
     if unable:
         rule = f"{' and '.join(sorted(unable))} cannot start anew inside a segment"
-        raise config.memory.refuse("reset", rule, "set memory.reset=epoch, or use memory=cache")
+        cure = "set memory.reset=epoch, or use memory=cache (with memory.cold=absent and no memory.reuse_len)"
+        raise config.memory.refuse("reset", rule, cure)
 
 
 def document_end(vocab: Vocab) -> int | None:

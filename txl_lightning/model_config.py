@@ -112,6 +112,8 @@ class ModelConfig(Section):
             raise self.refuse("norm_queries", "model.pre_norm is false, so nothing is normalised", "leave it true")
 
     def _check_clusters(self) -> None:
+        if not all(type(cut) is int for cut in self.cutoffs):
+            raise self.refuse("cutoffs", "must be whole numbers", "for example model.cutoffs=[20000,40000,200000]")
         if list(self.cutoffs) != sorted(set(self.cutoffs)) or any(cut < 1 for cut in self.cutoffs):
             raise self.refuse("cutoffs", "must rise, from 1 or more", "for example model.cutoffs=[20000,40000,200000]")
         if self.cutoffs and self.cutoffs[-1] >= self.vocab_size:

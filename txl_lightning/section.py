@@ -73,7 +73,8 @@ class Section:
                 raise self.refuse(item.name, f"must be <= {rules['maximum']}", _range_cure(rules))
         for choice in value if isinstance(value, tuple) else (value,):
             if "choices" in rules and choice not in rules["choices"]:
-                raise self.refuse(item.name, "no such choice", suggest(str(choice), map(str, rules["choices"])))
+                known = [str(valid) for valid in rules["choices"] if valid is not None]
+                raise self.refuse(item.name, "no such choice", suggest(str(choice), known))
 
 
 def _range_cure(rules: Mapping[str, Any]) -> str:

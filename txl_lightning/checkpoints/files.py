@@ -45,7 +45,7 @@ def read(src: str, *, config: str | None = None) -> Foreign:
     Raises:
         ConfigError: there is no such file, it is damaged, it holds no weights, or it wants to run code.
     """
-    file = _weight_file(src)
+    file = weight_file(src)
     found = _of_safetensors(file, src) if file.suffix == ".safetensors" else _of_torch(file, src)
     if config is not None:
         return Foreign(state=found.state, config=_read_json(Path(os.path.expanduser(config)), key="config"))
@@ -65,15 +65,29 @@ def write(to: str, state: Mapping[str, Tensor], config: Mapping[str, Any]) -> li
         ConfigError: the suffix says neither.
     """
     file = weight_target(to)
-    if file.suffix == ".safetensors":
-        # the format holds no tensor twice: a tied one is kept under its first name, as Hugging Face does
-        names = {id(tensor): name for name, tensor in reversed(list(state.items()))}
-        save_file({name: state[name].contiguous() for name in names.values()}, file, metadata={"format": "pt"})
-    else:
-        torch.save(dict(state), file)
     beside = config_target(file)
-    beside.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    parts = {target: target.with_name(f".{target.name}.part") for target in (file, beside)}
+    try:
+        _write_weights(parts[file], state, suffix=file.suffix)
+        parts[beside].write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        for target, part in parts.items():
+            part.replace(target)
+    except (OSError, RuntimeError) as error:  # torch's writer raises the second
+        for part in parts.values():
+            part.unlink(missing_ok=True)
+        raise ConfigError(
+            "to", to, f"cannot be written: {str(error).splitlines()[0]}", "name a file elsewhere"
+        ) from error
     return [file, beside]
+
+
+def _write_weights(part: Path, state: Mapping[str, Tensor], *, suffix: str) -> None:
+    if suffix != ".safetensors":
+        torch.save(dict(state), part)
+        return
+    # the format holds no tensor twice: a tied one is kept under its first name, as Hugging Face does
+    names = {id(tensor): name for name, tensor in reversed(list(state.items()))}
+    save_file({name: state[name].contiguous() for name in names.values()}, part, metadata={"format": "pt"})
 
 
 def weight_target(to: str) -> Path:
@@ -94,7 +108,8 @@ def config_target(file: Path) -> Path:
     return file.with_name(CONFIG) if file.name in IN_FOLDERS[:2] else file.with_suffix(".json")
 
 
-def _weight_file(src: str) -> Path:
+def weight_file(src: str) -> Path:
+    """The file that `src` means; in a folder the first of IN_FOLDERS. Raises ConfigError."""
     path = Path(os.path.expanduser(src))
     if path.is_file():
         return path

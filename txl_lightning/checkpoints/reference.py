@@ -34,12 +34,14 @@ def from_reference(
         ConfigError: a key of the configuration or of the weights is unknown, missing or does not fit; it is named.
     """
     chosen = layout_named(layout)
-    state = {str(name): torch.as_tensor(weight).detach().cpu() for name, weight in state_dict.items()}
+    state = {str(name): _plain(str(name), weight) for name, weight in state_dict.items()}
     config = to_ours(config_dict, chosen, max_distance=_learned_rows(state))
+    with torch.device("meta"):  # whatever size the configuration asks for
+        shapes = TransformerXL(config).state_dict()
+    weights = keys.pull(state, config.model, chosen, shapes)
     model = TransformerXL(config)
     if any(weight.dtype == torch.float64 for weight in state.values()):
         model = model.double()
-    weights = keys.pull(state, config.model, chosen, model.state_dict())
     weights |= {name: weights[first] for name, first in tied_names(model).items()}
     load_weights(model, weights, path=layout, key="layout")
     return model.eval()
@@ -63,6 +65,15 @@ def to_reference(model: TransformerXL, layout: str = "authors") -> tuple[dict[st
     config: Config = model.run_config
     values = to_theirs(config, chosen)
     return keys.push(dict(model.state_dict()), config.model, chosen), values
+
+
+def _plain(name: str, weight: Any) -> Tensor:
+    """One weight on the CPU, without its graph. Raises ConfigError if it holds no real numbers one by one."""
+    tensor = torch.as_tensor(weight).detach()
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex() or tensor.is_quantized:
+        kind = f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
+        raise ConfigError("state_dict", name, f"is {kind}", "save it as a dense tensor of floating-point numbers")
+    return tensor.cpu()
 
 
 def _learned_rows(state: Mapping[str, Tensor]) -> int | None:

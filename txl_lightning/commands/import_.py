@@ -27,6 +27,9 @@ def check(config: Config, options: ImportOptions) -> None:
     if options.layout is None:
         raise options.refuse("layout", "is required", f"say whose weights they are: {', '.join(LAYOUTS)}")
     check_out(options.to, key="to")
+    target = Path(os.path.expanduser(options.to))
+    if target.exists() and target.samefile(files.weight_file(options.src)):
+        raise options.refuse("to", "is the file that src names, which would be lost", "name another file")
     convert(config, options)
 
 
@@ -35,7 +38,10 @@ def run(config: Config, options: ImportOptions) -> None:
     assert options.to is not None
     model, saved = convert(config, options)
     target = Path(os.path.expanduser(options.to))
-    WholeFiles().save_checkpoint(saved, target)
+    try:
+        WholeFiles().save_checkpoint(saved, target)
+    except OSError as error:
+        raise options.refuse("to", f"cannot be written: {error.strerror}", "name a file elsewhere") from error
     ours, memory = model.config, model.run_config.memory.to_dict()
     print(f"{ours.num_params():,} parameters in {target}")
     print(f"position {ours.position}, mem_len {memory['mem_len']}, cold memory {memory['cold']}, ", end="")

@@ -104,7 +104,7 @@ def measured_speed(options: ReproduceOptions, config: Config) -> float | None:
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         measured = Config.from_dict(yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")))
         speed = float(result["tokens_per_second"])
-    except (OSError, ValueError, KeyError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         rule = f"is no folder of a finished run with {RESULT} and {CONFIG}"
         raise options.refuse("speed_from", rule, "give the run_dir of txl fit") from error
     same = (measured.model, measured.memory, measured.data.segment_len) == (

@@ -63,7 +63,7 @@ class ByteCorpus:
         document: what a document is in a file: a key of `documents.RULES`.
         column: the sources are tables, each row one document: the text in this column.
         ratios: shares of train, valid and test when the splits are cut from one stream.
-        binary: allow NUL bytes.
+        binary: allow NUL bytes; None: no, and there is no key for it.
         rule: how the splits are made, in words; with `ratios` it is completed here.
         details: what else to record.
     """
@@ -80,7 +80,7 @@ class ByteCorpus:
         document: str = "file",
         column: str | None = None,
         ratios: Sequence[float] | None = None,
-        binary: bool = False,
+        binary: bool | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
         assert document in RULES and (ratios is None or len(parts) == 1)
@@ -148,7 +148,8 @@ class ByteCorpus:
         for chunk, starts in self._chunks(source, advance):
             if not self.binary and (at := chunk.find(0)) >= 0:
                 rule = f"NUL byte at position {size + at}, so this is no text"
-                raise source.refuse(rule, "set data.binary=true to read it all the same")
+                cure = "mend the file" if self.binary is None else "set data.binary=true to read it all the same"
+                raise source.refuse(rule, cure)
             digest.update(chunk)
             if self.column is not None:
                 digest.update((starts + size).tobytes())  # rows are not told from the bytes

@@ -37,7 +37,10 @@ class SubwordConfig(DataConfig):
         BYTES, "bytes, bpe (trained on the training split), a tokenizer.json, or a checkpoint to take it from"
     )
     tokenizer_size: int | None = key(
-        None, f"ids of data.tokenizer=bpe, one of them ends a document; null: {BPE_SIZE}", minimum=257
+        None,
+        f"ids of data.tokenizer=bpe, one of them ends a document; null: {BPE_SIZE}",
+        minimum=257,
+        maximum=10_000_000,
     )
 
     def check(self) -> None:
