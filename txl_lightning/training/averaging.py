@@ -47,7 +47,12 @@ class MovingAverage(EMAWeightAveraging):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave the average in the module and keep the weights."""
-        self._swap_models(pl_module)
+        self.show(pl_module)
+
+    def show(self, pl_module: L.LightningModule) -> None:
+        """Let the module hold the average."""
+        if not self.swapped:
+            self._swap_models(pl_module)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Store the average as `state_dict` and the weights beside it."""

@@ -28,6 +28,14 @@ class Clock:
         """Stop counting until the next start."""
         self._seconds, self._since = self.seconds, None
 
+    def state_dict(self) -> dict[str, float]:
+        """Tokens and seconds so far."""
+        return {"tokens": self.tokens, "seconds": self.seconds}
+
+    def load_state_dict(self, saved: dict[str, float]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.tokens, self._seconds, self._since = int(saved["tokens"]), saved["seconds"], None
+
     def rate(self) -> float:
         """Tokens per second since the first start; 0 before anything was trained."""
         return self.tokens / self.seconds if self.tokens else 0.0

@@ -41,7 +41,7 @@ class LaneState:
         self._started: dict[str, State] = {}  # fresh states that were read and not yet proposed upon
         self._proposed: dict[str, tuple[State, Position]] = {}
         self._loaded: State | None = None  # all ranks' lanes from a checkpoint, until the first read
-        self._marked: tuple[State, Position | None] | None = None
+        self._marked: tuple[State, State | None, Position | None] | None = None
 
     def read(self, stage: str, batch: Batch, init: Callable[[int], State]) -> State:
         """The state before this batch; `init(B)` makes that of B fresh lanes."""
@@ -86,8 +86,8 @@ class LaneState:
                 del kept[stage]
 
     def mark(self) -> None:
-        """Remember where training stands: the gradients of several segments are about to be summed for one step."""
-        self._marked = (self._committed.get("train", {}), self.position)
+        """Remember where training stands: an optimizer step is about to begin, and may read several segments."""
+        self._marked = (self._committed.get("train", {}), self._loaded, self.position)
 
     def state_dict(self, *, marked: bool = False) -> dict[str, Any]:
         """Training lanes of ALL ranks in global lane order, on the CPU, and the cursor. Every rank must call it.
@@ -95,11 +95,20 @@ class LaneState:
         Args:
             marked: as they were at the last `mark`, where the weights of the latest optimizer step belong to.
         """
-        state, position = self._committed.get("train", {}), self.position
+        state, loaded, position = self._committed.get("train", {}), self._loaded, self.position
         if marked and self._marked is not None:
-            state, position = self._marked
-        whole = self._loaded if self._loaded is not None else {key: _gather(tensor) for key, tensor in state.items()}
+            state, loaded, position = self._marked
+        whole = loaded if loaded is not None else {key: _gather(tensor) for key, tensor in state.items()}
         return {"lanes": whole, "position": list(position) if position is not None else None}
+
+    def unmark(self) -> None:
+        """Let go of what `mark` remembered: the step is made."""
+        self._marked = None
+
+    def place(self, *, marked: bool = False) -> Position:
+        """The next training segment to read, or that of the last `mark`."""
+        position = self._marked[2] if marked and self._marked is not None else self.position
+        return position if position is not None else Position(0, 0)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over what `state_dict` gave; each rank picks its lanes at its first read."""

@@ -36,6 +36,15 @@ class TokenLoss(torchmetrics.Metric):
         self.nll = self.nll + nll.to(self.nll.dtype)
         self.count = self.count + count
 
+    def sums(self) -> list[Tensor]:
+        """Summed loss and count of this rank so far."""
+        return [self.nll.detach().cpu().clone(), self.count.detach().cpu().clone()]
+
+    def set_sums(self, sums: list[Tensor]) -> None:
+        """Go on from what `sums` gave."""
+        self.reset()
+        self.update(sums[0].to(self.nll.device), sums[1].to(self.count.device))
+
     def compute(self) -> Tensor:
         """Nats per token; NaN if nothing was scored."""
         return self.nll / self.count

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.store import TokenData
 from txl_lightning.model.transformer import ModelOutput, TransformerXL
+from txl_lightning.training import progress, rng
 from txl_lightning.training.accumulation import Window, next_window
 from txl_lightning.training.averaging import MovingAverage
 from txl_lightning.training.clock import Clock
@@ -20,7 +21,7 @@ from txl_lightning.training.datamodule import TextDataModule
 from txl_lightning.training.lane_state import LaneState, stage_of
 from txl_lightning.training.metrics import TokenLoss, scores
 from txl_lightning.training.optim import Plateau, build_optimizer, build_schedule
-from txl_lightning.types import Batch, State, detach
+from txl_lightning.types import Batch, Position, State, detach
 
 
 class NonFiniteLoss(RuntimeError):
@@ -52,7 +53,9 @@ class TransformerXLModule(L.LightningModule):
         self.scores: dict[str, dict[str, float]] = {}  # latest figures per stage, in full precision
         self.validated_at = -1  # optimizer step of the latest validation
         self._step_before = 0
-        self._unstepped = -1  # optimizer steps made when the latest segment was read
+        self._unstepped = -1  # optimizer steps made when the step under way began
+        self._border: dict[str, Any] = {}  # what `_at_rest` gave when the step under way began
+        self._resumed: dict[str, Any] | None = None  # what a checkpoint says of this rank, until training begins
         self._window: Window | None = None  # segments of the optimizer step under way
         self._schedule: LRScheduler | None = None
         self._average = [MovingAverage(config.optim.ema)] if config.optim.ema else []
@@ -71,6 +74,7 @@ class TransformerXLModule(L.LightningModule):
             out = self._read(part, state if index % reach else detach(state))
             state, loss = out.state, loss + self._share_of_step(out, part)
         self.lanes.propose("train", state, window[-1])
+        self.clock.tokens += sum(part.n_target for part in window)
         return loss
 
     def _share_of_step(self, out: ModelOutput, batch: Batch) -> Tensor:
@@ -95,14 +99,11 @@ class TransformerXLModule(L.LightningModule):
 
     @property
     def at_border(self) -> bool:
-        """Whether every segment that was read has entered an optimizer step."""
+        """Whether no optimizer step is under way: every segment that was read has entered one."""
         return self.trainer.global_step > self._unstepped
 
     def on_after_backward(self) -> None:
-        if self.at_border and self._accumulates:
-            self.lanes.mark()
         self.lanes.commit("train")
-        self._unstepped = self.trainer.global_step
 
     def on_train_start(self) -> None:
         self._demand_same_text(there=self._read_text, what="these lanes have read")
@@ -114,6 +115,8 @@ class TransformerXLModule(L.LightningModule):
         self._unstepped = -1
         if self.trainer.global_rank > 0:  # else lanes of different ranks would share their dropout masks
             torch.manual_seed(torch.initial_seed() + self.trainer.global_rank)
+        if self._resumed is not None:
+            self._take_up(self._resumed)
         self.clock.start()
 
     def on_train_end(self) -> None:
@@ -123,12 +126,22 @@ class TransformerXLModule(L.LightningModule):
 
     def on_train_batch_start(self, batch: Batch | list[Batch], batch_idx: int) -> None:
         self._step_before = self.trainer.global_step
+        begins = self.at_border
+        if begins:
+            self.lanes.mark()
+            self._border = self._at_rest()
+            self._unstepped = self.trainer.global_step
         if self._accumulates:
-            self._accumulate(batch if isinstance(batch, list) else [batch], batch_idx)
+            self._accumulate(batch if isinstance(batch, list) else [batch], batch_idx, begins=begins)
 
-    def on_train_batch_end(self, outputs: Any, batch: Batch | list[Batch], batch_idx: int) -> None:
-        """Log the means since the last point. Runs on all ranks at the same steps: sums cross ranks here."""
-        self.clock.tokens += sum(part.n_target for part in (batch if isinstance(batch, list) else [batch]))
+    def end_batch(self) -> None:
+        """Log the means since the last point. Runs on all ranks at the same steps: sums cross ranks here.
+
+        Lightning calls `on_train_batch_end` of callbacks, which write checkpoints, before the module's; this comes in
+        between, so that a checkpoint knows what is logged already.
+        """
+        if self.at_border:
+            self.lanes.unmark()
         if self.logs_now():
             self._log_scores("train", self.train_loss)
             self.log_curves({f"memory/{name}": value for name, value in self._reported.items()})
@@ -145,7 +158,6 @@ class TransformerXLModule(L.LightningModule):
 
     def on_validation_end(self) -> None:
         if not self.trainer.sanity_checking and self.trainer.state.fn == "fit":
-            self.validated_at = self.trainer.global_step
             self.clock.start()
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -158,6 +170,7 @@ class TransformerXLModule(L.LightningModule):
         if self.trainer.sanity_checking:
             self.eval_loss.reset()
         else:
+            self.validated_at = self.trainer.global_step
             self._log_scores("val", self.eval_loss)
             self._draw_point()
             if isinstance(self._schedule, Plateau) and self._validation_was_due():
@@ -167,19 +180,24 @@ class TransformerXLModule(L.LightningModule):
 
     def _validation_was_due(self) -> bool:
         """Whether the interval asked for this validation; Lightning validates too when training is stopped early."""
-        loop, interval = self.trainer.fit_loop, self.trainer.val_check_batch
-        across = self.trainer.check_val_every_n_epoch is None
-        done = 1 + (loop.total_batch_idx if across else loop.batch_idx)
-        due = done % interval == 0 if isinstance(interval, int) else not self.trainer.should_stop
-        return self.trainer.state.fn == "fit" and due
+        return self.trainer.state.fn == "fit" and self._due_at(self.lanes.place())
+
+    def _due_at(self, position: Position) -> bool:
+        batches = progress.batches_read(position, group=self.config.trainer.bptt_segments)
+        return progress.validation_is_due(self.trainer, epoch=position.epoch, batches=batches)
 
     def on_test_epoch_end(self) -> None:
         self._log_scores("test", self.eval_loss)
         self.lanes.drop("test/")
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """The moving average of the weights, if `optim.ema` asks for it."""
-        return list(self._average)
+        """What ends a batch, and the moving average of the weights if `optim.ema` asks for it."""
+        return [EndOfBatch(), *self._average]
+
+    def show_average(self) -> None:
+        """Hold the moving average, if there is one, as after training."""
+        for average in self._average:
+            average.show(self)
 
     def configure_optimizers(self) -> Any:
         planned, actual = self.config.trainer.max_steps, self.trainer.max_steps
@@ -208,18 +226,73 @@ class TransformerXLModule(L.LightningModule):
             raise NonFiniteLoss(f"gradient is not finite at step {self.trainer.global_step}: {self._cure()}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Everything as at the border in front of the optimizer step under way. Every rank must come here."""
+        marked = not self.at_border
+        resting = self._border if marked else self._at_rest()
+        position = self.lanes.place(marked=marked)
         checkpoint["txl_lightning"] = {
             "config": self.config.to_dict(),
-            "lanes": self.lanes.state_dict(marked=not self.at_border),
+            "lanes": self.lanes.state_dict(marked=marked),
             "data_fingerprint": self._fingerprint(),
             "vocab": None if (data := self._data()) is None else data.vocab.to_dict(),
+            "ranks": self._of_all_ranks({name: resting[name] for name in ("rng", "train_loss")}),
+            "clock": resting["clock"],
+            "scores": self.scores,
+            "validated_at": self.validated_at,
         }
+        if self.trainer.num_training_batches != float("inf"):
+            to_come = not marked and self.validated_at != self.trainer.global_step and self._due_at(position)
+            checkpoint["loops"]["fit_loop"] |= progress.at_border(
+                epoch=position.epoch,
+                batches=progress.batches_read(position, group=self.config.trainer.bptt_segments),
+                per_epoch=int(self.trainer.num_training_batches),
+                steps=self.trainer.global_step,
+                validate=to_come,
+            )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint["txl_lightning"]
         if self._trainer is not None and self._trainer.state.fn == "fit":
             self._demand_same_text(there=saved["data_fingerprint"], what="the checkpoint was trained on")
+            self._resume(saved)
         self.lanes.load_state_dict(saved["lanes"])
+
+    def _at_rest(self) -> dict[str, Any]:
+        """What moves within a step and is of this rank alone, and the clock."""
+        if self._resumed is not None:  # nothing was trained yet
+            return {**self._resumed, "clock": self.clock.state_dict()}
+        own = {"rng": rng.capture(self.device), "train_loss": self.train_loss.sums()}
+        return {**own, "clock": self.clock.state_dict()}
+
+    def _of_all_ranks(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        world = self.trainer.world_size
+        if world == 1:
+            return [own]
+        found: list[Any] = [None] * world
+        torch.distributed.all_gather_object(found, own)
+        return found
+
+    def _resume(self, saved: dict[str, Any]) -> None:
+        """Take over what is known beside weights and lanes; the generators only when training begins."""
+        if "ranks" not in saved:
+            return
+        self.clock.load_state_dict(saved["clock"])
+        self.scores, self.validated_at = dict(saved["scores"]), saved["validated_at"]
+        ranks, rank = saved["ranks"], self.trainer.global_rank
+        if len(ranks) == self.trainer.world_size:
+            self._resumed = ranks[rank]
+            return
+        total = [sum(parts) for parts in zip(*(found["train_loss"] for found in ranks), strict=True)]
+        self._resumed = {
+            "rng": ranks[rank]["rng"] if rank < len(ranks) else None,
+            "train_loss": total if rank == 0 else [torch.zeros_like(part) for part in total],
+        }
+
+    def _take_up(self, resumed: dict[str, Any]) -> None:
+        if resumed["rng"] is not None:
+            rng.restore(resumed["rng"], self.device)
+        self.train_loss.set_sums(resumed["train_loss"])
+        self._resumed = None
 
     def _demand_same_text(self, *, there: str | None, what: str) -> None:
         here = self._fingerprint()
@@ -298,9 +371,9 @@ class TransformerXLModule(L.LightningModule):
     def _accumulates(self) -> bool:
         return self.config.trainer.accumulate_grad_batches > 1
 
-    def _accumulate(self, window: list[Batch], batch_idx: int) -> None:
+    def _accumulate(self, window: list[Batch], batch_idx: int, *, begins: bool) -> None:
         """Begin or go on with an optimizer step over several segments."""
-        if self.at_border:
+        if begins:
             self.zero_grad()
             layout = getattr(self.trainer.train_dataloader, "layout", None)
             segments = self.config.trainer.segments_of_step(self.trainer.global_step)
@@ -327,3 +400,10 @@ class TransformerXLModule(L.LightningModule):
         clip = f"lower optim.clip={optim.clip}" if optim.clip else "set optim.clip=0.25"
         full = "" if precision.startswith("32") else f", use trainer.precision=32-true instead of {precision}"
         return f"{kept}; lower optim.lr={optim.lr}, raise optim.warmup_steps={optim.warmup_steps}, {clip}{full}"
+
+
+class EndOfBatch(L.Callback):
+    """Lets the module end its batch after the observers and before checkpoints are written."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        pl_module.end_batch()
