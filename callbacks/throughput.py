@@ -29,6 +29,9 @@ class Throughput(L.Callback):
         self.config = config
         self._tokens, self._seconds = 0, 0.0
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._tokens, self._seconds = pl_module.clock.tokens, pl_module.clock.seconds
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not pl_module.logs_now():
             return

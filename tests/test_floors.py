@@ -43,6 +43,7 @@ FLOORS = {
     "arguments": 4,
     "help": 4,
     "jobs": 4,
+    "resume": 4,
     "process": 4,
     "commands": 4,
     "callbacks": 4,

@@ -94,9 +94,10 @@ def _execute(arguments: Arguments, config_dir: str | None) -> int:
 
 
 def _check_and_run(request: Request, flags: Mapping[str, str]) -> int:
-    from txl_lightning.jobs import check_all, command_module, launch
+    from txl_lightning.jobs import check_all, command_module, launch, settled
     from txl_lightning.ranks import is_first_rank
 
+    request = settled(request)
     shown = "--cfg" in flags or "--info" in flags
 
     def check(config: Config, options: Options) -> None:

@@ -6,6 +6,7 @@ Memory strategies, corpora and callbacks declare their own keys beside their cod
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -223,6 +224,14 @@ class TrainerConfig(Section):
     save_every_steps: int = key(
         0, "optimizer steps between two writes of the checkpoint `last`; 0: only at the end", minimum=0
     )
+    save_every_minutes: float = key(0.0, "minutes between two writes of `last`; 0: as the steps say", minimum=0)
+    save_top_k: int = key(1, "checkpoints of the lowest val/loss that are kept; `best` is the lowest", minimum=1)
+    stop_at_step: int | None = key(
+        None,
+        "save and end after this optimizer step; a later resume goes on as if there had been no stop; null: run on",
+        minimum=1,
+    )
+    max_time: str | None = key(None, "save and end after so long, as HH:MM:SS or DD:HH:MM:SS; null: run on")
     detect_anomaly: bool = key(False, "let autograd name the operation that made a NaN (slow)")
 
     def check(self) -> None:
@@ -234,8 +243,17 @@ class TrainerConfig(Section):
         if self.accumulate_from_step and self.accumulate_grad_batches == 1:
             rule, cure = "trainer.accumulate_grad_batches=1 accumulates nothing", "set that too, to 4 say"
             raise self.refuse("accumulate_from_step", rule, cure)
-
+        if self.max_time is not None and self.max_seconds is None:
+            raise self.refuse("max_time", "is no time", "write HH:MM:SS or DD:HH:MM:SS, as 11:30:00")
         self._check_bptt()
+
+    @property
+    def max_seconds(self) -> float | None:
+        """Seconds of `max_time`; None if there is no limit or it cannot be read."""
+        if self.max_time is None or not re.fullmatch(r"(\d+:)?\d+:[0-5]?\d:[0-5]?\d", self.max_time):
+            return None
+        parts = [int(part) for part in self.max_time.split(":")]
+        return float(sum(part * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
 
     def _check_bptt(self) -> None:
         if self.accumulate_grad_batches % self.bptt_segments:

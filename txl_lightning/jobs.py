@@ -26,6 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from txl_lightning import resume
 from txl_lightning.choices import CONFIG_PACKAGE, names_to_options
 from txl_lightning.compose import HYDRA_VERSION_BASE, MAIN, STORED, compose_job, expand, registered, translate
 from txl_lightning.config import Config, Options, build_section
@@ -69,16 +70,23 @@ def has_run_folder(command: str) -> bool:
 
 def stored_config(command: str, typed: Sequence[Typed]) -> Mapping[str, Any] | None:
     """The configuration of the checkpoint that the command starts from; None if it takes none."""
+    if "resume" in names(COMMANDS[command].options):
+        path = resume.checkpoint_of(typed)
+        return None if path is None else resume.start_values(_read_config(path, key="resume"))
     if "ckpt" not in names(COMMANDS[command].options):
         return None
     given = [item.text for item in typed if item.key == "ckpt"]
     if not given:
         raise ConfigError("ckpt", "", "is missing", "give ckpt=PATH: a checkpoint file or a run folder")
-    if given[-1] not in _stored:
+    return _read_config(given[-1], key="ckpt")
+
+
+def _read_config(path: str, *, key: str) -> Mapping[str, Any]:
+    if path not in _stored:
         from txl_lightning.checkpoints import read_config
 
-        _stored[given[-1]] = read_config(given[-1])
-    return _stored[given[-1]]
+        _stored[path] = read_config(path, key=key)
+    return _stored[path]
 
 
 _stored: dict[str, Mapping[str, Any]] = {}  # a checkpoint may be large: it is read once for the checks and the jobs
@@ -91,7 +99,18 @@ def build(
     values = compose_job(typed, config_dir=config_dir, command=command, stored=stored)
     schema = COMMANDS[command].options
     own = {name: values.pop(name) for name in names(schema)}
-    return Config.from_dict(values), build_section(schema, own, path="")
+    config, options = Config.from_dict(values), build_section(schema, own, path="")
+    if stored is not None and "resume" in own:
+        resume.check_agreement(config, stored)
+    return config, options
+
+
+def settled(request: Request) -> Request:
+    """The request with `resume` looked up. Raises ConfigError."""
+    if "resume" not in names(COMMANDS[request.command].options):
+        return request
+    typed = resume.settle(request.typed, config_dir=request.config_dir, multirun=request.multirun)
+    return dataclasses.replace(request, typed=typed)
 
 
 def check_all(

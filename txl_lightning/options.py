@@ -18,6 +18,17 @@ class Options(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FitOptions(Options):
+    """`txl fit`."""
+
+    resume: str | None = key(
+        None,
+        "run folder or checkpoint to go on with; auto: the run in run_dir, else the newest under runs/ that agrees, "
+        "else start afresh",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalOptions(Options):
     """`txl eval`."""
 
@@ -131,7 +142,9 @@ _ORDER = ("data.shuffle", "data.segment_len_std")  # of training
 _LANES = ("data.segment_len", "data.batch_size", "data.num_workers", *_ORDER)
 
 COMMANDS = {
-    "fit": Command(summary="train; the run folder gets configuration, checkpoints, curves and result.json"),
+    "fit": Command(
+        summary="train; the run folder gets configuration, checkpoints, curves and result.json", options=FitOptions
+    ),
     "eval": Command(
         summary="score a checkpoint; starts from its stored configuration",
         options=EvalOptions,
@@ -182,6 +195,7 @@ FREE_TEXT = (
     "prompt",
     "prompt_file",
     "ckpt",
+    "resume",
     "src",
     "to",
     "config",

@@ -8,6 +8,7 @@ from txl_lightning.checkpoints.own import (
     load_checkpoint,
     read_checkpoint,
     read_config,
+    read_step,
 )
 from txl_lightning.checkpoints.reference import from_reference, to_reference
 
@@ -20,5 +21,6 @@ __all__ = [
     "load_checkpoint",
     "read_checkpoint",
     "read_config",
+    "read_step",
     "to_reference",
 ]

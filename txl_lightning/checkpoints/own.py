@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 
+from txl_lightning.checkpoints import manifest
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.model.weights import load_weights
 
 FOLDER, LAST, BEST = "checkpoints", "last.ckpt", "best.ckpt"
+MISMATCH = "its size or content is not what the manifest says"
 
 
-def checkpoint_file(path: str) -> Path:
-    """The checkpoint a user means: a file, or the `last` of a run folder.
+def checkpoint_file(path: str, *, key: str = "ckpt") -> Path:
+    """The checkpoint a user means: a file, or the `last` of a run folder. `key`: the setting that says so.
 
     Raises:
         ConfigError: there is none.
@@ -28,25 +30,34 @@ def checkpoint_file(path: str) -> Path:
         if candidate.is_file():
             return candidate
     if given.is_dir():
-        raise ConfigError("ckpt", path, f"the folder has no {FOLDER}/{LAST}", "give a run folder or a .ckpt file")
-    raise ConfigError("ckpt", path, "no such file or folder", "give the run folder that `txl fit` printed")
+        raise ConfigError(key, path, f"the folder has no {FOLDER}/{LAST}", "give a run folder or a .ckpt file")
+    raise ConfigError(key, path, "no such file or folder", "give the run folder that `txl fit` printed")
 
 
-def read_checkpoint(path: str) -> dict[str, Any]:
-    """Everything in a checkpoint, on the CPU, as plain containers and tensors.
+def read_checkpoint(path: str, *, key: str = "ckpt") -> dict[str, Any]:
+    """Everything in a checkpoint, on the CPU, as plain containers and tensors. `key`: the setting that names it.
 
     Raises:
         ConfigError: it is missing, damaged, or not one of ours.
     """
-    file = checkpoint_file(path)
+    file = checkpoint_file(path, key=key)
+    if manifest.is_damaged(file):
+        raise ConfigError(key, path, f"{file.name} is damaged: {MISMATCH}", _cure(file, key=key))
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # on garbage the restricted unpickler fails in any way
         rule = f"{file.name} is damaged, or holds more than numbers and would run code on loading"
-        raise ConfigError("ckpt", path, rule, "give a checkpoint that txl fit wrote") from error
+        raise ConfigError(key, path, rule, "give a checkpoint that txl fit wrote") from error
     if not _is_ours(saved):
-        raise ConfigError("ckpt", path, f"{file.name} is not a txl_lightning checkpoint", "give one that txl fit wrote")
+        raise ConfigError(key, path, f"{file.name} is not a txl_lightning checkpoint", "give one that txl fit wrote")
     return saved
+
+
+def _cure(file: Path, *, key: str) -> str:
+    """The checkpoint before a damaged one, if that is whole."""
+    before = file.with_name(manifest.PREVIOUS)
+    usable = file.name == LAST and before.is_file() and not manifest.is_damaged(before)
+    return f"give the one before it: {key}={before}" if usable else "give another checkpoint"
 
 
 def _is_ours(saved: Any) -> bool:
@@ -62,9 +73,14 @@ def _is_ours(saved: Any) -> bool:
     )
 
 
-def read_config(path: str) -> dict[str, Any]:
+def read_config(path: str, *, key: str = "ckpt") -> dict[str, Any]:
     """The configuration stored in a checkpoint, as plain containers. Raises ConfigError as `read_checkpoint`."""
-    return dict(read_checkpoint(path)["txl_lightning"]["config"])
+    return dict(read_checkpoint(path, key=key)["txl_lightning"]["config"])
+
+
+def read_step(path: str) -> int:
+    """Optimizer steps that a checkpoint file has made; nothing else of it is read into memory."""
+    return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"])
 
 
 def load_checkpoint(path: str, config: Config | None = None) -> TransformerXL:

@@ -36,7 +36,7 @@ def check(config: Config, options: Options) -> None:
 
 def run(config: Config, options: Options) -> None:
     """Train, evaluate the test split twice, sample, and say where to look."""
-    stop = GracefulStop()
+    stop = fit_command.graceful_stop(config)
     fitted = fit_command.fit(config, stop=stop)
     fit_command.show_result(fitted)
     if stop.exit_code:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,28 @@ from rich.table import Table
 
 from txl_lightning import registry
 from txl_lightning.build import check_resets, check_vocabulary
-from txl_lightning.checkpoints import FOLDER, LAST
+from txl_lightning.checkpoints import FOLDER, LAST, read_checkpoint, read_step
+from txl_lightning.checkpoints.manifest import remove_parts
 from txl_lightning.commands.dry_run import segments_per_epoch, show_needs
 from txl_lightning.config import Config, ConfigError, Options
-from txl_lightning.data.store import Meta, survey
+from txl_lightning.data.store import Meta, Survey, survey
+from txl_lightning.data.vocab import from_dict
 from txl_lightning.exit_codes import FAILED
+from txl_lightning.ranks import is_first_rank
+from txl_lightning.resume import AUTO
 from txl_lightning.training.checkpointing import checkpoint_callbacks, keep_if_best
 from txl_lightning.training.datamodule import TextDataModule
+from txl_lightning.training.lock import check_unlocked, locked
 from txl_lightning.training.module import NonFiniteLoss, TransformerXLModule
 from txl_lightning.training.optim import check_optimizer
-from txl_lightning.training.run_folder import RESULT, forget_facts, refuse_used_folder, write_facts, write_json
+from txl_lightning.training.run_folder import (
+    RESULT,
+    forget_facts,
+    read_facts,
+    refuse_used_folder,
+    write_facts,
+    write_json,
+)
 from txl_lightning.training.stopping import GracefulStop, Stopped
 from txl_lightning.training.trainer import build_loggers, build_trainer, check_devices
 
@@ -40,15 +53,43 @@ class Fitted:
 
 def check(config: Config, options: Options) -> None:
     """Everything about a training run that can be refused. Writes nothing; raises ConfigError."""
-    if not config.dry_run:
+    wanted = getattr(options, "resume", None)
+    if not config.dry_run and wanted is None:
         refuse_used_folder(config.run_dir)
+    if config.run_dir is not None:
+        check_unlocked(Path(config.run_dir))
     check_devices(config)
     check_optimizer(config.optim)
     found = survey(config.data)
+    if wanted not in (None, AUTO):
+        check_resumable(config, found, str(wanted))
     check_vocabulary(config, found)
     check_resets(config, found.vocab)
     if config.optim.schedule == "plateau":
         check_plateau(config, found)
+
+
+def check_resumable(config: Config, found: Survey, path: str) -> None:
+    """The text is the checkpoint's, and the run is to end behind it. Raises ConfigError."""
+    saved = read_checkpoint(path, key="resume")
+    own, step = saved["txl_lightning"], saved["global_step"]
+    for key in ("stop_at_step", "max_steps"):
+        end = getattr(config.trainer, key)
+        if end is not None and end < step:
+            raise config.trainer.refuse(key, f"the checkpoint has made {step} steps", f"set it to {step} or more")
+    there, vocab = own["data_fingerprint"], own.get("vocab")
+    if there in (None, found.fingerprint):
+        return
+    assert config.run_dir is not None
+    python = read_facts(Path(config.run_dir)).get("python")
+    if config.data.name == "stdlib" and python not in (None, platform.python_version()):
+        rule = f"its text is the library of Python {platform.python_version()}, the run was trained on that of {python}"
+        raise ConfigError("data", "stdlib", rule, f"go on with Python {python}")
+    if vocab is not None and from_dict(vocab).digest != found.vocab_digest:
+        rule = f"the run has the vocabulary {from_dict(vocab).digest} of {from_dict(vocab).size} symbols"
+        raise ConfigError("data.vocab", found.vocab_digest, rule, "go on with the vocabulary the run was started with")
+    rule = f"the text was altered: the run was trained on {there}"
+    raise ConfigError("data.fingerprint", found.fingerprint, rule, "restore the text, or start a new run")
 
 
 def check_plateau(config: Config, found: Meta) -> None:
@@ -73,9 +114,11 @@ def run(config: Config, options: Options) -> None:
     if config.dry_run:
         show_needs(config)
         return
-    stop = GracefulStop()
+    stop, wanted = graceful_stop(config), getattr(options, "resume", None)
+    if wanted == AUTO:
+        print("resume=auto: no run to go on with, so this one starts afresh", flush=True)
     try:
-        fitted = fit(config, stop=stop)
+        fitted = fit(config, stop=stop, resume=None if wanted == AUTO else wanted)
     except NonFiniteLoss as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(FAILED)
@@ -85,27 +128,53 @@ def run(config: Config, options: Options) -> None:
         sys.exit(stop.exit_code)
 
 
-def fit(config: Config, *, stop: GracefulStop | None = None) -> Fitted:
-    """Train into `config.run_dir` and write `last`, `best` and `result.json`."""
-    stop = stop if stop is not None else GracefulStop()
+def graceful_stop(config: Config) -> GracefulStop:
+    """What ends this invocation early: signals, and the limits that were set."""
+    return GracefulStop(at_step=config.trainer.stop_at_step, after_seconds=config.trainer.max_seconds)
+
+
+def fit(config: Config, *, stop: GracefulStop | None = None, resume: str | None = None) -> Fitted:
+    """Train into `config.run_dir` and write `last`, `best` and `result.json`.
+
+    Args:
+        config: the whole configuration.
+        stop: what may end it early; by default signals and the limits of the configuration.
+        resume: checkpoint to go on from, in the same folder.
+
+    Raises:
+        ConfigError: another process is training in the folder.
+    """
+    stop = stop if stop is not None else graceful_stop(config)
     assert config.run_dir is not None, "the command line names the folder"
     run_dir = Path(config.run_dir)
+    with ExitStack() as stack:
+        if is_first_rank():
+            (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(run_dir))
+            remove_parts(run_dir / FOLDER)
+        return _fit(config, run_dir, stop=stop, resume=resume)
+
+
+def _fit(config: Config, run_dir: Path, *, stop: GracefulStop, resume: str | None) -> Fitted:
     L.seed_everything(config.seed, workers=True, verbose=False)
     data = TextDataModule(config)
     module = TransformerXLModule(config)
-    trainer = build_trainer(config, callbacks=_callbacks(config, data, stop), loggers=build_loggers(config, run_dir))
+    step = None if resume is None else read_step(resume)
+    loggers = build_loggers(config, run_dir, resumed_at=step)
+    trainer = build_trainer(config, callbacks=_callbacks(config, data, stop), loggers=loggers)
     with stop.listening(), suppress(Stopped):  # a stop during validation: `last` is written already
         if trainer.is_global_zero:
-            write_facts(run_dir, config, data.data.meta)
-            print(f"run folder {run_dir}", flush=True)
+            write_facts(run_dir, config, data.data.meta, resumed_at=step)
+            print(f"run folder {run_dir}{'' if step is None else f', going on from step {step}'}", flush=True)
         for logger in trainer.loggers:
             logger.log_hyperparams(config.to_dict())
-        trainer.fit(module, datamodule=data)
+        trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=None if resume is None else True)
+        module.show_average()  # also if there was nothing left to train
         trainer.save_checkpoint(run_dir / FOLDER / LAST)
-        if "valid" in data.data.splits and stop.received is None and module.validated_at != trainer.global_step:
+        if "valid" in data.data.splits and stop.name is None and module.validated_at != trainer.global_step:
             trainer.validate(module, datamodule=data, verbose=False)
-            module.validated_at = trainer.global_step
             keep_if_best(trainer, loss=module.scores["val"]["loss"])
+            trainer.save_checkpoint(run_dir / FOLDER / LAST)  # which knows of it
     result = {**_result(module, data), "stopped_by": stop.name}
     if trainer.is_global_zero and not trainer.global_step:
         forget_facts(run_dir)  # nothing was trained: the same command may be given again
@@ -137,7 +206,13 @@ def _callbacks(config: Config, data: TextDataModule, stop: GracefulStop) -> list
     chosen = [registry.callbacks.get(name).build(options) for name, options in config.callbacks.items()]
     has_valid = "valid" in data.data.splits
     every = config.trainer.save_every_steps
-    kept = checkpoint_callbacks(Path(config.run_dir), save_every_steps=every, has_valid=has_valid)
+    kept = checkpoint_callbacks(
+        Path(config.run_dir),
+        save_every_steps=every,
+        has_valid=has_valid,
+        save_every_minutes=config.trainer.save_every_minutes,
+        save_top_k=config.trainer.save_top_k,
+    )
     return [*chosen, stop, *kept]
 
 

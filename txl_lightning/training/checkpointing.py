@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
-from txl_lightning.checkpoints import BEST, FOLDER, LAST
+from txl_lightning.checkpoints import BEST, FOLDER, LAST, manifest
 from txl_lightning.training.module import NonFiniteLoss
 from txl_lightning.training.stopping import Stopped, StoppedNow
 
@@ -21,6 +24,7 @@ class WholeFiles(TorchCheckpointIO):
     """Writes a checkpoint beside its place, syncs it and renames it: the file is the old or the new one, never a part.
 
     Lightning's own way goes through a temporary file that may be on another file system, where renaming is copying.
+    In a run's folder size and hash go to the manifest first, and the `last` before the latest stays as `previous`.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -29,13 +33,44 @@ class WholeFiles(TorchCheckpointIO):
         part = target.with_name(f".{target.name}.part")
         try:
             with part.open("wb") as file:
-                torch.save(checkpoint, file)
+                hashed = _Hashed(file)
+                torch.save(checkpoint, hashed)
                 file.flush()
                 os.fsync(file.fileno())
+            if target.parent.name == FOLDER:
+                manifest.note(target, size=part.stat().st_size, sha256=hashed.digest.hexdigest())
+                _keep_previous(target)
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)
         _sync_folder(target.parent)
+
+
+class _Hashed:
+    """A file that knows the sha256 of what was written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.digest = file, hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _keep_previous(target: Path) -> None:
+    """Give the `last` there is a second name, so that it outlives its successor's arrival."""
+    if target.name != LAST or not target.exists():
+        return
+    part = target.with_name(f".{manifest.PREVIOUS}.part")
+    part.unlink(missing_ok=True)
+    try:
+        os.link(target, part)
+    except OSError:  # a file system without links
+        shutil.copyfile(target, part)
+    part.replace(target.with_name(manifest.PREVIOUS))
 
 
 def _sync_folder(folder: Path) -> None:
@@ -47,41 +82,88 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def checkpoint_callbacks(run_dir: Path, *, save_every_steps: int, has_valid: bool) -> list[L.Callback]:
-    """Lightning's own callbacks, told where and when to write.
+def checkpoint_callbacks(
+    run_dir: Path, *, save_every_steps: int, has_valid: bool, save_every_minutes: float = 0.0, save_top_k: int = 1
+) -> list[L.Callback]:
+    """The callbacks that write checkpoints into the subfolder `checkpoints` of a run's folder.
 
     Args:
-        run_dir: the run's folder; files go to its subfolder `checkpoints`.
+        run_dir: the run's folder.
         save_every_steps: optimizer steps between two writes of `last`; 0: only at the end.
         has_valid: there is a validation split to choose `best` by.
+        save_every_minutes: minutes between two writes of `last`; 0: only as the steps say.
+        save_top_k: checkpoints of the lowest validation losses that are kept.
     """
     folder = run_dir / FOLDER
-    found: list[L.Callback] = [SaveOnError(folder / LAST)]
-    if has_valid:
-        # at the end of validation, not of the epoch: without a validation there is nothing to choose by
-        found.append(_one_file(folder, BEST, monitor="val/loss", save_on_train_epoch_end=False))
-    if save_every_steps:
-        found.append(_one_file(folder, LAST, every_n_train_steps=save_every_steps, save_on_train_epoch_end=False))
-    return found
+    kept = KeepLast(folder / LAST, every_steps=save_every_steps, every_minutes=save_every_minutes)
+    return [SaveOnError(folder / LAST), kept, *([KeepBest(folder, top_k=save_top_k)] if has_valid else [])]
+
+
+class KeepLast(Checkpoint):
+    """Writes `last` at borders of optimizer steps, every so many steps or minutes."""
+
+    def __init__(self, path: Path, *, every_steps: int, every_minutes: float) -> None:
+        self.path, self.every_steps, self.every_minutes = path, every_steps, every_minutes
+        self._since = time.monotonic()
+        self._saved_at = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._since, self._saved_at = time.monotonic(), trainer.global_step
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        step = trainer.global_step
+        if not pl_module.at_border or step == self._saved_at:
+            return
+        if (self.every_steps and step % self.every_steps == 0) or self._time_is_over(trainer):
+            self._since, self._saved_at = time.monotonic(), step
+            for logger in trainer.loggers:
+                logger.save()  # curves up to here are on disk when the checkpoint is
+            trainer.save_checkpoint(self.path)
+
+    def _time_is_over(self, trainer: L.Trainer) -> bool:
+        over = time.monotonic() - self._since >= 60 * self.every_minutes
+        return self.every_minutes > 0 and trainer.strategy.reduce_boolean_decision(over, all=False)
+
+
+class KeepBest(Checkpoint):
+    """Writes `best` whenever a validation loss is the lowest, and with top_k > 1 keeps the best ones by their steps."""
+
+    def __init__(self, folder: Path, *, top_k: int = 1) -> None:
+        self.folder, self.top_k = folder, top_k
+        self.ranking: list[list[float]] = []  # [loss, optimizer step], the lowest loss first
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ranking": self.ranking}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.ranking = [list(entry) for entry in state_dict["ranking"]]
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self.consider(trainer, loss=pl_module.scores["val"]["loss"])
+
+    def consider(self, trainer: L.Trainer, *, loss: float) -> None:
+        """Keep the weights as they are if their validation loss is low enough. Every rank must call it."""
+        step = trainer.global_step
+        others = [entry for entry in self.ranking if entry[1] != step]  # a resumed run may validate one again
+        ranking = sorted([*others, [loss, step]], key=lambda entry: entry[0])
+        dropped, self.ranking = ranking[self.top_k :], ranking[: self.top_k]
+        if self.top_k > 1 and [loss, step] in self.ranking:
+            trainer.save_checkpoint(self._of_step(step))
+        if self.ranking[0] == [loss, step]:
+            trainer.save_checkpoint(self.folder / BEST)
+        for _, old in dropped if trainer.is_global_zero else []:
+            self._of_step(int(old)).unlink(missing_ok=True)
+
+    def _of_step(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}.ckpt"
 
 
 def keep_if_best(trainer: L.Trainer, *, loss: float) -> None:
     """Write `best` for weights that were validated after training ended, if they are the best."""
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.monitor is not None and callback.dirpath is not None:
-            if callback.best_model_score is None or loss < float(callback.best_model_score):
-                trainer.save_checkpoint(Path(callback.dirpath) / BEST)
-
-
-def _one_file(folder: Path, name: str, **when: object) -> ModelCheckpoint:
-    return ModelCheckpoint(
-        dirpath=folder,
-        filename=Path(name).stem,
-        save_top_k=1,
-        auto_insert_metric_name=False,
-        enable_version_counter=False,
-        **when,  # type: ignore[arg-type]
-    )
+        if isinstance(callback, KeepBest):
+            callback.consider(trainer, loss=loss)
 
 
 class SaveOnError(L.Callback):

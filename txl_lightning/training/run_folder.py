@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from txl_lightning.checkpoints.manifest import replace_text
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.store import Meta
 
@@ -28,11 +29,28 @@ def refuse_used_folder(run_dir: str | None) -> None:
         raise ConfigError("run_dir", run_dir, "the folder holds a run already", "name another folder")
 
 
-def write_facts(run_dir: Path, config: Config, meta: Meta) -> None:
-    """Write the resolved configuration as plain YAML, and versions, git state, seed and data fingerprint as JSON."""
+def read_facts(run_dir: Path) -> dict[str, Any]:
+    """What `write_facts` wrote as JSON; empty if it cannot be read."""
+    try:
+        held = json.loads((run_dir / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return held if isinstance(held, dict) else {}
+
+
+def write_facts(run_dir: Path, config: Config, meta: Meta, *, resumed_at: int | None = None) -> None:
+    """Write the resolved configuration as plain YAML, and versions, git state, seed and data fingerprint as JSON.
+
+    A run that goes on from step `resumed_at` keeps the facts of its start and notes from where and how it went on.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
-    (run_dir / CONFIG).write_text(text, encoding="utf-8")
+    replace_text(run_dir / CONFIG, text)
+    before = read_facts(run_dir) if resumed_at is not None else {}
+    if before:
+        resumed = [*before.get("resumed", []), {"step": resumed_at, "command": sys.argv, "git": git_state()}]
+        write_json(run_dir / FACTS, {**before, "resumed": resumed})
+        return
     facts = {
         "command": sys.argv,
         "seed": config.seed,

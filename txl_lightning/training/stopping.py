@@ -1,9 +1,10 @@
-"""Stop when asked to: Ctrl-C, SIGTERM or SIGUSR1."""
+"""Stop when asked to: by Ctrl-C, SIGTERM or SIGUSR1, at a step or after a time."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -32,10 +33,17 @@ class GracefulStop(L.Callback):
 
         with stop.listening():
             trainer.fit(...)
+
+    Args:
+        at_step: end after this optimizer step too; None: no such step.
+        after_seconds: and after so long, counted from now; None: no limit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_step: int | None = None, after_seconds: float | None = None) -> None:
         self.received: int | None = None
+        self.limit: str | None = None  # the key that ended training
+        self.at_step, self.after_seconds = at_step, after_seconds
+        self._began = time.monotonic()
 
     @property
     def exit_code(self) -> int:
@@ -46,8 +54,8 @@ class GracefulStop(L.Callback):
 
     @property
     def name(self) -> str | None:
-        """The signal that came, or None."""
-        return signal.Signals(self.received).name if self.received is not None else None
+        """The signal that came or the key that set a limit, or None."""
+        return signal.Signals(self.received).name if self.received is not None else self.limit
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -75,14 +83,33 @@ class GracefulStop(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         # inside an accumulation window the gradients so far would be lost
-        if pl_module.at_border and self._asked(trainer):
-            trainer.should_stop = True
+        if not pl_module.at_border:
+            return
+        if self._asked(trainer):
+            self._end_here(trainer)
+        elif trainer.global_step < trainer.max_steps and (limit := self._limit(trainer)):
+            self.limit = limit
+            self._end_here(trainer)
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self._end_evaluation(trainer)
 
     def on_test_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self._end_evaluation(trainer)
+
+    def _limit(self, trainer: L.Trainer) -> str | None:
+        """The key whose limit is reached; the clock of the first rank counts."""
+        if self.at_step is not None and trainer.global_step >= self.at_step:
+            return "trainer.stop_at_step"
+        if self.after_seconds is None:
+            return None
+        over = trainer.is_global_zero and time.monotonic() - self._began >= self.after_seconds
+        return "trainer.max_time" if trainer.strategy.reduce_boolean_decision(over, all=False) else None
+
+    @staticmethod
+    def _end_here(trainer: L.Trainer) -> None:
+        # `should_stop` would have a validation run that is not due
+        trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
     def _listen(self) -> None:
         # lightning puts its own handlers in place whenever it starts a loop

@@ -1,0 +1,159 @@
+"""`resume=`: which run is gone on with, and what may differ from how it was started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from txl_lightning.compose import compose_job
+from txl_lightning.config import Config
+from txl_lightning.errors import ConfigError, yaml_text
+from txl_lightning.keys import names
+from txl_lightning.options import FitOptions
+from txl_lightning.overrides import Typed
+
+AUTO = "auto"
+RUNS = "runs"
+OF_ONE_INVOCATION = ("stop_at_step", "max_time")
+MAY_DIFFER = (
+    *("run_dir", "dry_run", "experiment", "logger*", "callbacks*", "eval*", "strategy*"),
+    *("data.num_workers", "data.cache_dir", "trainer.detect_anomaly"),
+    *("trainer.accelerator", "trainer.devices", "trainer.num_nodes"),
+    *("trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.num_sanity_val_steps"),
+    *(f"trainer.{name}" for name in (*OF_ONE_INVOCATION, "save_every_steps", "save_every_minutes", "save_top_k")),
+)
+"""Patterns of keys that stopping, logging, validation and devices are about: training is the same."""
+
+
+def settle(typed: Sequence[Typed], *, config_dir: str | None, multirun: bool) -> tuple[Typed, ...]:
+    """The overrides of `txl fit` with `resume` and `run_dir` as the checkpoint file and the folder they stand for.
+
+    With `auto` only the typed keys that may differ stay, for the others agree; and `resume=auto` itself stays where
+    there is no run to go on with.
+
+    Raises:
+        ConfigError: there is no such run, or the one in `run_dir` differs from what is typed.
+    """
+    given = [item.text for item in typed if item.key == "resume"]
+    if not given or given[-1] == "null":
+        return tuple(typed)
+    if multirun:
+        raise ConfigError("resume", given[-1], "one run is resumed at a time", "leave -m out")
+    folders = [os.path.abspath(os.path.expanduser(item.text)) for item in typed if item.key == "run_dir"]
+    rest = [item for item in typed if item.key not in ("resume", "run_dir")]
+    if given[-1] == AUTO:
+        fresh = _composed(rest, config_dir=config_dir)
+        file = _in_folder(folders[-1], fresh) if folders else _newest(fresh)
+        if file is None:
+            return tuple(typed)
+        rest = [item for item in rest if item.is_hydra or may_differ(item.key, fresh)]
+    else:
+        file = _of_run(given[-1])
+        rest = [item for item in rest if item.key != "experiment" or item.text != _experiment(file)]
+    folder = str(file.parent.parent)
+    if folders and folders[-1] != folder:
+        rule = f"resume goes on in the folder of its run, {folder}"
+        raise ConfigError("run_dir", folders[-1], rule, "leave run_dir out")
+    return (Typed(key="resume", text=str(file)), *rest, Typed(key="run_dir", text=folder))
+
+
+def checkpoint_of(typed: Sequence[Typed]) -> str | None:
+    """The checkpoint that settled overrides go on with; None: a fresh start."""
+    given = [item.text for item in typed if item.key == "resume"]
+    return given[-1] if given and given[-1] not in (AUTO, "null") else None
+
+
+def start_values(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's configuration without what belonged to the invocation that wrote it."""
+    ended = dict.fromkeys(OF_ONE_INVOCATION)
+    return {**stored, "trainer": {**stored["trainer"], **ended}, "dry_run": False}
+
+
+def check_agreement(config: Config, stored: Mapping[str, Any]) -> None:
+    """A resumed run trains as it was started. Raises ConfigError with both values."""
+    for key, here, there in differences(config.to_dict(), Config.from_dict(stored).to_dict()):
+        if not may_differ(key, config):
+            rule = f"the run to go on with has {yaml_text(there)}"
+            raise ConfigError(key, here, rule, "leave it out, or start a new run without resume")
+
+
+def may_differ(key: str, config: Config) -> bool:
+    """Whether a resumed run may have another value."""
+    schedule = config.optim.schedule
+    if key == "trainer.max_steps":
+        return schedule != "cosine"  # which ends there
+    if schedule == "plateau" and (key == "trainer.val_check_interval" or key.startswith("eval")):
+        return False  # it watches validations
+    return key != "experiment" and any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER)
+
+
+def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Dotted key and both values wherever two configurations differ; that of another memory or corpus by its name."""
+    for name in [*here, *(name for name in there if name not in here)]:
+        one, other = here.get(name), there.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping) and name != "callbacks":
+            if one.get("name") != other.get("name"):
+                yield name, one.get("name"), other.get("name")
+                continue
+            for key, ours, theirs in differences(one, other):
+                yield f"{name}.{key}", ours, theirs
+        elif one != other:
+            yield name, one, other
+
+
+def _composed(typed: Sequence[Typed], *, config_dir: str | None) -> Config:
+    values = compose_job(typed, config_dir=config_dir, command="fit", stored=None)
+    return Config.from_dict({name: value for name, value in values.items() if name not in names(FitOptions)})
+
+
+def _of_run(path: str) -> Path:
+    """The checkpoint a user means; it stands in a run's folder. Raises ConfigError."""
+    from txl_lightning.checkpoints import FOLDER, checkpoint_file
+
+    file = Path(os.path.abspath(checkpoint_file(path, key="resume")))
+    if file.parent.name != FOLDER:
+        rule = f"stands in no run's folder, which has its checkpoints in {FOLDER}"
+        raise ConfigError("resume", path, rule, "give the folder of the run")
+    return file
+
+
+def _experiment(file: Path) -> str | None:
+    from txl_lightning.checkpoints import read_config
+
+    return read_config(str(file), key="resume").get("experiment")
+
+
+def _in_folder(folder: str, fresh: Config) -> Path | None:
+    """The `last` of a run in one folder, which must agree; None: it holds none."""
+    from txl_lightning.checkpoints import FOLDER, LAST, read_config
+
+    file = Path(folder, FOLDER, LAST)
+    if not file.is_file():
+        return None
+    there = Config.from_dict(start_values(read_config(str(file), key="resume")))
+    for key, ours, theirs in differences(fresh.to_dict(), there.to_dict()):
+        if key != "experiment" and not may_differ(key, fresh):
+            rule = f"the run in {folder} has {yaml_text(theirs)}"
+            raise ConfigError(key, ours, rule, "give the values of the run, or another run_dir")
+    return file
+
+
+def _newest(fresh: Config) -> Path | None:
+    """The `last` written latest among the runs under `runs/` that agree with a configuration."""
+    from txl_lightning.checkpoints import FOLDER, LAST
+
+    found = [path for depth in ("*", "*/*", "*/*/*") for path in Path(RUNS).glob(f"{depth}/{FOLDER}/{LAST}")]
+    for file in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            text = (file.parent.parent / "config.yaml").read_text(encoding="utf-8")
+            there = Config.from_dict(start_values(yaml.safe_load(text)))
+        except (OSError, yaml.YAMLError, ConfigError, KeyError, TypeError):
+            continue  # not ours, or of another version
+        if all(may_differ(key, fresh) for key, *_ in differences(fresh.to_dict(), there.to_dict())):
+            return Path(os.path.abspath(file))
+    return None
