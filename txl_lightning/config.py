@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from txl_lightning import registry
 from txl_lightning.errors import ConfigError, keys_renamed, suggest
 from txl_lightning.model_config import POSITIONS, ModelConfig
-from txl_lightning.options import Options
+from txl_lightning.options import FitOptions, Options
 from txl_lightning.ranks import check_lanes
 from txl_lightning.section import Section, build_section, key
 
@@ -453,4 +453,6 @@ def load(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> Con
     """
     from txl_lightning.compose import compose
 
-    return Config.from_dict(compose(overrides, config_dir=config_dir))
+    values = compose(overrides, config_dir=config_dir)
+    own = {item.name for item in dataclasses.fields(FitOptions)}  # of the command, not of the run
+    return Config.from_dict({name: value for name, value in values.items() if name not in own})
