@@ -34,7 +34,7 @@ class WholeFiles(TorchCheckpointIO):
         try:
             with part.open("wb") as file:
                 hashed = _Hashed(file)
-                torch.save(checkpoint, hashed)
+                torch.save(checkpoint, hashed)  # type: ignore[arg-type]
                 file.flush()
                 os.fsync(file.fileno())
             if target.parent.name == FOLDER:

@@ -241,6 +241,7 @@ class TransformerXLModule(L.LightningModule):
             "validated_at": self.validated_at,
         }
         if self.trainer.num_training_batches != float("inf"):
+            checkpoint["epoch"] = position.epoch
             to_come = not marked and self.validated_at != self.trainer.global_step and self._due_at(position)
             checkpoint["loops"]["fit_loop"] |= progress.at_border(
                 epoch=position.epoch,
@@ -249,6 +250,8 @@ class TransformerXLModule(L.LightningModule):
                 steps=self.trainer.global_step,
                 validate=to_come,
             )
+            if hasattr(self.trainer.train_dataloader, "next_position"):  # where `lanes` says
+                checkpoint["loops"]["fit_loop"]["state_dict"] = {}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint["txl_lightning"]

@@ -58,16 +58,17 @@ def build_loggers(config: Config, run_dir: Path, *, resumed_at: int | None = Non
     Args:
         config: the whole configuration.
         run_dir: the folder.
-        resumed_at: go on with the curves there, which then have no point behind this optimizer step; None: new curves.
+        resumed_at: curves that are there already have no point behind this optimizer step; None: no point at all.
     """
+    upto = -1 if resumed_at is None else resumed_at
     loggers: list[Logger] = []
     if config.logger.tensorboard:
-        purge = {} if resumed_at is None else {"purge_step": resumed_at + 1}
+        purge: dict[str, Any] = {"purge_step": upto + 1} if any(run_dir.glob("events.out.*")) else {}
         loggers.append(TensorBoardLogger(run_dir, name="", version="", default_hp_metric=False, **purge))
     if config.logger.csv:
         loggers.append(CSVLogger(run_dir, name="csv", version=""))
-        if resumed_at is not None and is_first_rank():
-            loggers[-1]._experiment = GrowingTable(run_dir / "csv", upto=resumed_at)  # type: ignore[attr-defined]
+        if is_first_rank() and (run_dir / "csv").exists():
+            loggers[-1]._experiment = GrowingTable(run_dir / "csv", upto=upto)  # type: ignore[attr-defined]
     return loggers
 
 
@@ -88,6 +89,10 @@ class GrowingTable(ExperimentWriter):
             table = csv.DictReader(opened)
             self.metrics_keys = list(table.fieldnames or [])
             rows = [row for row in table if int(row.get("step") or 0) <= upto]
+        if not rows:
+            file.unlink()
+            self.metrics_keys = []
+            return
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, fieldnames=self.metrics_keys)
         writer.writeheader()
