@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,6 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from tests.test_ddp import TWO, txl
 from tests.tiny import MODEL, RUN, Losses, tiny_config, write_corpus
 from txl_lightning import cli
 from txl_lightning.commands import fit as fit_command
@@ -200,13 +200,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def forked(work: Callable[[], int]) -> int:
     """Status of a child that does the work; a real process, without the seconds that imports take."""
+    return os.waitpid(start(work), 0)[1]
+
+
+def start(work: Callable[[], int]) -> int:
+    """Number of a child process that does the work and exits with what it returns."""
     child = os.fork()
     if child == 0:
         try:
             os._exit(work())
         finally:
             os._exit(99)
-    return os.waitpid(child, 0)[1]
+    return child
 
 
 def test_resume_goes_on_in_the_folder_of_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -411,12 +416,25 @@ def test_thirty_random_kills_change_nothing(here: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_two_ranks_resume_exactly(here: Path) -> None:
+def test_two_ranks_resume_exactly(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has its own generators: dropout goes on on both."""
-    keys = [*TWO, "trainer.max_steps=8", "logger=csv", "trainer.val_check_interval=5"]
-    txl(here, *typed("run_dir=whole", *keys))
-    txl(here, *typed("run_dir=run", *keys, "trainer.stop_at_step=5"))
-    txl(here, "fit", "resume=run")
+    keys = ["trainer.devices=2", "strategy=ddp", "trainer.max_steps=8", "logger=csv", "trainer.val_check_interval=3"]
+    commands = [
+        typed("run_dir=whole", *keys),
+        typed("run_dir=run", *keys, "trainer.stop_at_step=5"),
+        ["fit", "resume=run"],
+    ]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+    def rank(number: int) -> int:
+        os.environ["LOCAL_RANK"] = str(number)
+        return max(map(cli.main, commands))
+
+    children = [start(lambda number=number: rank(number)) for number in (0, 1)]  # type: ignore[misc]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
     assert_same(here / "whole", here / "run")
     first, second = saved(here / "run")["txl_lightning"]["ranks"]
     assert not torch.equal(first["rng"]["torch"], second["rng"]["torch"])

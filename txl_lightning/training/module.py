@@ -56,6 +56,7 @@ class TransformerXLModule(L.LightningModule):
         self._unstepped = -1  # optimizer steps made when the step under way began
         self._border: dict[str, Any] = {}  # what `_at_rest` gave when the step under way began
         self._resumed: dict[str, Any] | None = None  # what a checkpoint says of this rank, until training begins
+        self._ended: dict[str, Any] | None = None  # what `_at_rest` gave when training ended, until it begins again
         self._window: Window | None = None  # segments of the optimizer step under way
         self._schedule: LRScheduler | None = None
         self._average = [MovingAverage(config.optim.ema)] if config.optim.ema else []
@@ -117,10 +118,12 @@ class TransformerXLModule(L.LightningModule):
             torch.manual_seed(torch.initial_seed() + self.trainer.global_rank)
         if self._resumed is not None:
             self._take_up(self._resumed)
+        self._ended = None
         self.clock.start()
 
     def on_train_end(self) -> None:
         self.clock.pause()
+        self._ended = self._at_rest()  # a validation on several ranks seeds the generators anew
         if self.train_loss.update_called:  # steps since the last point of the curves
             self.scores["train"] = scores(float(self.train_loss.compute()), self.unit)
 
@@ -262,6 +265,8 @@ class TransformerXLModule(L.LightningModule):
 
     def _at_rest(self) -> dict[str, Any]:
         """What moves within a step and is of this rank alone, and the clock."""
+        if self._ended is not None:
+            return self._ended
         if self._resumed is not None:  # nothing was trained yet
             return {**self._resumed, "clock": self.clock.state_dict()}
         own = {"rng": rng.capture(self.device), "train_loss": self.train_loss.sums()}
