@@ -6,6 +6,7 @@ Memory strategies, corpora and callbacks declare their own keys beside their cod
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class MemoryConfig(Section):
     """What every memory strategy has; each adds its own keys in its own file."""
 
     section: ClassVar[str] = "memory"
+    unbounded: ClassVar[bool] = False  # each segment makes the state anew from the last one, so nothing falls out of it
 
     name: str = key("none", "memory strategy: see `txl strategies`")
     reset: str = key(
@@ -48,6 +50,12 @@ class MemoryConfig(Section):
 
     def check_fit(self, model: ModelConfig, *, segment_len: int) -> None:
         """Rules between this memory, the model and the segment. Raises ConfigError."""
+
+    def reach(self, model: ModelConfig, *, segment_len: int) -> float | None:
+        """Tokens before a segment that its first token can depend on; infinite: unbounded; None: no formula known."""
+        if self.reset == "segment":
+            return 0
+        return math.inf if self.unbounded else None
 
     @property
     def reaches_back(self) -> bool:

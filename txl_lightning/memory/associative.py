@@ -18,6 +18,7 @@ trainer.bptt_segments.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ from txl_lightning.types import detach, lane_where
 @dataclass(frozen=True, kw_only=True)
 class AssociativeConfig(LayerMemoryConfig):
     """Keys of `memory=associative`."""
+
+    unbounded: ClassVar[bool] = True
 
     name: str = key("associative", "a matrix of keys and values per head, read beside attention")
     rule: str = key("linear", "linear: add; delta: add what memory does not say yet", choices=("linear", "delta"))

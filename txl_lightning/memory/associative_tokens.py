@@ -30,6 +30,7 @@ with bptt_segments=1 no loss teaches these tokens to write; that is why there is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,8 @@ EPS = 1e-5
 @dataclass(frozen=True, kw_only=True)
 class AssociativeTokensConfig(LayerMemoryConfig):
     """Keys of `memory=associative_tokens`."""
+
+    unbounded: ClassVar[bool] = True
 
     name: str = key("associative_tokens", "tokens behind the segment write to a matrix in every layer")
     n_tokens: int = key(4, "learned tokens behind every segment", minimum=1)

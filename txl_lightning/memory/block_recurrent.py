@@ -25,6 +25,7 @@ the paper stops there, which is `stop`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,8 @@ from txl_lightning.types import lane_where
 @dataclass(frozen=True, kw_only=True)
 class BlockRecurrentConfig(UpperLayerMemoryConfig):
     """Keys of `memory=block_recurrent`."""
+
+    unbounded: ClassVar[bool] = True
 
     name: str = key("block_recurrent", "state vectors that read the tokens and are read by them")
     n_states: int = key(16, "state vectors, per lane and layer", minimum=1)

@@ -14,6 +14,9 @@ class NoneConfig(MemoryConfig):
 
     name: str = key("none", "no memory")
 
+    def reach(self, model: ModelConfig, *, segment_len: int) -> float:
+        return 0
+
 
 @register("none", config=NoneConfig)
 def build(config: NoneConfig, model: ModelConfig) -> MemoryPlan:

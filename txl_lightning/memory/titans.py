@@ -45,7 +45,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,8 @@ STARTS = {"theta": 0.0, "eta": 0.0, "alpha": -5.0}
 @dataclass(frozen=True, kw_only=True)
 class TitansConfig(LayerMemoryConfig):
     """Keys of `memory=titans`."""
+
+    unbounded: ClassVar[bool] = True
 
     name: str = key("titans", "experimental: a network that learns the text while it is read")
     variant: str = key(

@@ -19,6 +19,7 @@ from segment to segment.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ from txl_lightning.memory.base import MemoryPlan, Segment, State, TokenMemory, r
 @dataclass(frozen=True, kw_only=True)
 class TokensConfig(MemoryConfig):
     """Keys of `memory=tokens`."""
+
+    unbounded: ClassVar[bool] = True
 
     name: str = key("tokens", "memory vectors read and written as tokens around the segment")
     n_tokens: int = key(8, "memory vectors, per lane; the segment grows by twice as many tokens", minimum=1)

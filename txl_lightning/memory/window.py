@@ -56,6 +56,12 @@ class WindowConfig(LayerMemoryConfig):
             rule = f"must be >= data.segment_len={segment_len} with sinks: a sink is kept when its segment has ended"
             raise self.refuse("window", rule, "raise it, or set memory.sinks=0")
 
+    def reach(self, model: ModelConfig, *, segment_len: int) -> float | None:
+        """L (W - 1), and without end with sinks."""
+        if self.reset == "segment":
+            return 0
+        return None if self.layers != "all" or self.sinks else model.n_layer * (self.window - 1)
+
     @property
     def reaches_back(self) -> bool:
         return True
