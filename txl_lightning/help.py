@@ -50,10 +50,10 @@ def show_help(config_dir: str | None = None, *, stderr: bool = False) -> None:
 def show_command_help(name: str, config_dir: str | None = None) -> None:
     """Every key that a command reads, with its choices, its meaning and what a plain `txl COMMAND` sets it to."""
     console, command = Console(highlight=False), COMMANDS[name]
-    action = {"data": " prepare|inspect", "reproduce": " [NAME]"}.get(name, "")
+    action = {"data": " prepare|inspect", "analyze": " reach|retrieval", "reproduce": " [NAME]"}.get(name, "")
     console.print(f"[bold]txl {name}{action}[/bold] KEY=VALUE ...    {command.summary}")
     plain = _plain_values(name, config_dir)
-    kept = "; keys without a value stay as the checkpoint has them" if "ckpt" in plain else ""
+    kept = "; keys without a value stay as the checkpoint has them" if "model" not in plain else ""
     console.print(f"Values shown: those of a plain txl {name}{kept}. Choices: {{A,B}}.\n", markup=False)
     own = [key for key in own_keys(name) if key != POSITIONAL.get(name)]
     schemas = {item.name: item for schema in (Config, command.options) for item in dataclasses.fields(schema)}
@@ -66,12 +66,13 @@ def show_command_help(name: str, config_dir: str | None = None) -> None:
 def _plain_values(name: str, config_dir: str | None) -> dict[str, Any]:
     """What the command runs with if nothing is typed; its own options only, if the rest comes from a checkpoint."""
     options = COMMANDS[name].options().to_dict()
-    return options if "ckpt" in options else compose([], config_dir=config_dir, command=name)
+    takes_all = "ckpt" in options and COMMANDS[name].needs_ckpt
+    return options if takes_all else compose([], config_dir=config_dir, command=name)
 
 
 def _values_at(title: str, plain: Mapping[str, Any], schema: type) -> Mapping[str, Any]:
     """The values of one section; those of a memory, corpus or callback that is not chosen are its defaults."""
-    if "ckpt" in plain:
+    if "model" not in plain:
         return {}
     kind, _, name = title.partition("=")
     section = plain[kind]

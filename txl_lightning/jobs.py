@@ -69,13 +69,15 @@ def has_run_folder(command: str) -> bool:
 
 
 def stored_config(command: str, typed: Sequence[Typed]) -> Mapping[str, Any] | None:
-    """The configuration of the checkpoint that the command starts from; None if it takes none."""
+    """The configuration of the checkpoint that the command starts from; None if it takes none or none is given."""
     if "resume" in names(COMMANDS[command].options):
         path = resume.checkpoint_of(typed)
         return None if path is None else resume.start_values(_read_config(path, key="resume"))
     if "ckpt" not in names(COMMANDS[command].options):
         return None
     given = [item.text for item in typed if item.key == "ckpt"]
+    if not given and not COMMANDS[command].needs_ckpt:
+        return None
     if not given:
         raise ConfigError("ckpt", "", "is missing", "give ckpt=PATH: a checkpoint file or a run folder")
     return _read_config(given[-1], key="ckpt")

@@ -60,6 +60,20 @@ class DataOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnalyzeOptions(Options):
+    """`txl analyze reach|retrieval`."""
+
+    action: str = key(
+        "reach", "how far back a token still matters, or how much is recalled", choices=("reach", "retrieval")
+    )
+    ckpt: str | None = key(None, "checkpoint file or run folder; null: random weights, to measure reach")
+    segments: int | None = key(
+        None, "segments that reach reads; null: 20, or more if the memory's formula needs them", minimum=1
+    )
+    out: str | None = key(None, "also write the result to this JSON file")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StrategiesOptions(Options):
     """`txl strategies`."""
 
@@ -110,12 +124,14 @@ class Command:
         options: its own keys.
         read: patterns of what it reads of the configuration: `model` is the group, `model.*` are its keys.
         unread: patterns of what it has no use for nevertheless.
+        needs_ckpt: it takes a checkpoint and starts from its configuration always, not only where one is given.
     """
 
     summary: str
     options: type[Options] = Options
     read: tuple[str, ...] = ("*",)
     unread: tuple[str, ...] = ()
+    needs_ckpt: bool = True
 
     def reads(self, key: str) -> bool:
         """Whether a key or group of the configuration has any effect on it."""
@@ -157,6 +173,13 @@ COMMANDS = {
         read=(*_MODEL, "data.segment_len", "trainer.accelerator", "seed"),
         unread=_FOR_TRAINING,
     ),
+    "analyze": Command(
+        summary="measure how far back a memory reaches, or what it brings back (retrieval)",
+        options=AnalyzeOptions,
+        read=("experiment", *_MODEL, *_DATA, "eval.*", "trainer.accelerator", "seed"),
+        unread=tuple(name for name in _FOR_TRAINING if not name.endswith("init_std")),
+        needs_ckpt=False,
+    ),
     "data": Command(
         summary="build the token files (prepare) or show what is in the corpus (inspect)",
         options=DataOptions,
@@ -188,7 +211,7 @@ COMMANDS = {
     "demo": Command(summary="train, evaluate and sample: two minutes on a laptop", unread=("dry_run",)),
 }
 
-POSITIONAL = {"data": "action", "reproduce": "name"}
+POSITIONAL = {"analyze": "action", "data": "action", "reproduce": "name"}
 """Keys that are given by their value alone, as the first word after a command."""
 
 FREE_TEXT = (
