@@ -42,18 +42,18 @@ def test_a_run_is_analysed_with_its_own_settings(capsys: Any, tmp_path: Path, mo
     capsys.readouterr()
     assert main(["analyze", "retrieval", "ckpt=run", "trainer.accelerator=cpu", "out=found.json"]) == 0
     shown = rows(capsys.readouterr().out)
-    assert shown["by chance"] == "12.5%" and shown["answers right"].endswith("% of 16")
+    assert shown["by chance"] == "12.5%" and shown["answers right"].endswith("% of 8")
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["memory"]["name"] == "associative" and (found["distance"], found["n_target"]) == (4, 640)
+    assert found["memory"]["name"] == "associative" and (found["distance"], found["n_target"]) == (4, 320)
     assert main(["analyze", "retrieval", "ckpt=run", "data.distance=1", "trainer.accelerator=cpu"]) == 0
-    assert rows(capsys.readouterr().out)["distance"] == "1 segments of 16, 2 pairs"
+    assert rows(capsys.readouterr().out)["distance"] == "1 segments of 8, 1 pairs"
     assert main(["analyze", "reach", "ckpt=run", "segments=2"]) == 0
     shown = rows(capsys.readouterr().out)
-    assert shown["weights"] == "of the checkpoint" and shown["tried"] == "32 tokens: 2 segments of 16"
+    assert shown["weights"] == "of the checkpoint" and shown["tried"] == "16 tokens: 2 segments of 8"
 
     said = refusals(capsys)
     assert said("ckpt=run", "segments=3").startswith("segments=3: is of txl analyze reach only; leave it out; ")
-    assert said("ckpt=run", "data.keys=9").startswith("model.vocab_size=21: the data has 22 symbols (recall)")
+    assert said("ckpt=run", "data.keys=9").startswith("model.vocab_size=18: the data has 19 symbols (recall)")
     rule = "the ids of this text (recall) do not mean what the checkpoint's do"
     assert said("ckpt=run", "data.keys=9", "data.values=7").startswith(f"data=recall: {rule}; ")
     cure = "so that lanes begin with an episode; change one of them"

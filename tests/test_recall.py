@@ -175,4 +175,4 @@ def test_an_untrained_model_is_at_chance_and_the_experiment_can_be_trained() -> 
     check_fit(config, Options())
     torch.manual_seed(0)
     found = measure_retrieval(config, TransformerXL(config))
-    assert abs(found.accuracy - found.chance) < 0.08 and found.n_answer == 1024
+    assert abs(found.accuracy - found.chance) < 0.08 and found.n_answer == 512
