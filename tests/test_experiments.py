@@ -22,6 +22,7 @@ from txl_lightning.config import Config, ConfigError, ModelConfig, Options, load
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.options import ReproduceOptions
 from txl_lightning.published import PUBLISHED
+from txl_lightning.registry import memories
 
 PARAMETERS = {
     "enwik8_base": 41_055_436,
@@ -222,6 +223,10 @@ def test_reproduce_refuses_files_that_hold_something_else(tmp_path: Path) -> Non
     (tmp_path / "config.yaml").write_text("- 1\n")
     with pytest.raises(ConfigError, match="is no folder of a finished run"):
         reproduce.check(load(), ReproduceOptions(name="wt103_base", speed_from=str(tmp_path)))
+@pytest.mark.parametrize("name", memories.names())
+def test_every_memory_can_be_measured_on_shapes_alone(name: str, tmp_path: Path) -> None:
+    found = dry_run.needs(tiny_config(tmp_path, f"memory={name}", "trainer.precision=bf16-mixed"))
+    assert (found.state_bytes > dry_run.needs(tiny_config(tmp_path, "memory=none")).state_bytes) == (name != "none")
 
 
 def test_dry_run_counts_the_model_the_optimizer_and_the_average(tmp_path: Path) -> None:

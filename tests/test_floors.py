@@ -46,6 +46,7 @@ FLOORS = {
     "resume": 4,
     "process": 4,
     "commands": 4,
+    "comparison": 4,
     "callbacks": 4,
     "configs": 4,
     "": 5,  # the package itself gathers what it offers to the outside

@@ -86,6 +86,10 @@ def _execute(arguments: Arguments, config_dir: str | None) -> int:
     flags, command = arguments.flags, arguments.command
     _check_flags(flags)
     typed = tuple(read(arg, command=command) for arg in arguments.overrides)
+    if COMMANDS[command].composes:
+        from txl_lightning.comparison.typed import gather
+
+        typed = gather(typed)
     request = Request(command=command, typed=typed, config_dir=config_dir, multirun="--multirun" in flags)
     try:
         return _check_and_run(request, flags)
@@ -94,7 +98,7 @@ def _execute(arguments: Arguments, config_dir: str | None) -> int:
 
 
 def _check_and_run(request: Request, flags: Mapping[str, str]) -> int:
-    from txl_lightning.jobs import check_all, command_module, launch, settled
+    from txl_lightning.jobs import call, check_all, launch, settled
     from txl_lightning.ranks import is_first_rank
 
     request = settled(request)
@@ -102,7 +106,7 @@ def _check_and_run(request: Request, flags: Mapping[str, str]) -> int:
 
     def check(config: Config, options: Options) -> None:
         if is_first_rank() and not shown:
-            command_module(request.command).check(config, options)  # imported late: most refusals come before
+            call("check", config, options, request)  # imported late: most refusals come before
 
     configs, options, stored = check_all(request, check=check)
     if flags.get("--cfg") == "job":

@@ -39,6 +39,7 @@ class MemoryConfig(Section):
 
     section: ClassVar[str] = "memory"
     unbounded: ClassVar[bool] = False  # each segment makes the state anew from the last one, so nothing falls out of it
+    size_key: ClassVar[str | None] = None  # the key its state grows with; None: the state has one size
 
     name: str = key("none", "memory strategy: see `txl strategies`")
     reset: str = key(

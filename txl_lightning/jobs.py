@@ -63,6 +63,12 @@ def command_module(command: str) -> ModuleType:
     return importlib.import_module(f"txl_lightning.commands.{name}")
 
 
+def call(function: str, config: Config, options: Options, request: Request) -> None:
+    """`check` or `run` of the request's command."""
+    more = {"request": request} if COMMANDS[request.command].composes else {}
+    getattr(command_module(request.command), function)(config, options, **more)
+
+
 def has_run_folder(command: str) -> bool:
     """Whether it writes into a run folder."""
     return COMMANDS[command].reads("run_dir")
@@ -242,9 +248,8 @@ def run_job(request: Request, *, folder: str) -> int:
         stored = stored_config(request.command, request.typed)
         config, options = build(request.typed, command=request.command, config_dir=request.config_dir, stored=stored)
         config = dataclasses.replace(config, run_dir=_run_dir(config, command=request.command, folder=folder))
-        command = command_module(request.command)
         with _relaunchable(request, run_dir=config.run_dir), own_environment(), first_rank_prints(), quiet_lightning():
-            command.run(config, options)
+            call("run", config, options, request)
     except ConfigError as error:
         return refuse(error, request.typed)
     except KeyboardInterrupt:

@@ -90,6 +90,29 @@ class ReproduceOptions(Options):
     out: str | None = key(None, "also write what is shown to this JSON file")
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(Options):
+    """`txl compare`."""
+
+    memories: tuple[str, ...] = key((), "what is compared: strategies, or names that `each` explains; memory=A,B,C")
+    each: str | None = key(
+        None,
+        "keys of some only, as YAML: {compressive: [memory.rate=2], long: [memory=cache, memory.mem_len=256]}",
+    )
+    budget: str = key(
+        "state",
+        "what is equal beside data and seeds: bytes of state per lane and tokens, training FLOPs (trainer.max_steps is "
+        "that of the first), or seconds of training",
+        choices=("state", "flops", "time"),
+    )
+    state_bytes: int | None = key(
+        None, "bytes of budget=state, of a training lane in float32; null: those of the first that has state", minimum=1
+    )
+    seconds: float | None = key(None, "seconds of training per run, validation not counted; budget=time", above=0)
+    seeds: int = key(3, "runs of each: with seed, seed + 1, ...", minimum=1)
+    out: str | None = key(None, "folder for the runs, comparison.json and comparison.png (required)")
+
+
 LAYOUTS = ("authors", "nvidia", "huggingface")
 
 
@@ -125,6 +148,8 @@ class Command:
         read: patterns of what it reads of the configuration: `model` is the group, `model.*` are its keys.
         unread: patterns of what it has no use for nevertheless.
         needs_ckpt: it takes a checkpoint and starts from its configuration always, not only where one is given.
+        composes: it composes configurations from what was typed: `memory=a,b` is a list, and `check` and `run` are
+            given the request too.
     """
 
     summary: str
@@ -132,6 +157,7 @@ class Command:
     read: tuple[str, ...] = ("*",)
     unread: tuple[str, ...] = ()
     needs_ckpt: bool = True
+    composes: bool = False
 
     def reads(self, key: str) -> bool:
         """Whether a key or group of the configuration has any effect on it."""
@@ -186,6 +212,12 @@ COMMANDS = {
         read=("experiment", *_DATA),
         unread=_LANES,
     ),
+    "compare": Command(
+        summary="train several memories under one budget, several seeds each: table, JSON and plot",
+        options=CompareOptions,
+        unread=("run_dir", "dry_run", "callbacks", "callbacks.*", "trainer.devices", "trainer.num_nodes", "strategy*"),
+        composes=True,
+    ),
     "strategies": Command(
         summary="list every memory strategy: keys, paper, state bytes per lane",
         options=StrategiesOptions,
@@ -224,6 +256,7 @@ FREE_TEXT = (
     "config",
     "vocab",
     "out",
+    "each",
     "speed_from",
     "run_dir",
     "data.path",

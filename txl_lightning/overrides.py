@@ -106,7 +106,7 @@ def to_hydra(typed: Typed) -> str:
         value = quote(typed.text) if items is None else f"[{','.join(map(quote, items))}]"
         return f"{typed.key}={value}"
     if typed.is_group and not typed.is_sweep:
-        options = ",".join(option if _is_word(option) else quote(option) for option in chosen(typed))
+        options = ",".join(map(option_text, chosen(typed)))
         return f"{typed.key}=[{options}]" if typed.key in SEVERAL else f"{typed.key}={options}"
     if typed.head in PLUGGED and not typed.is_group:
         return f"++{typed}"  # an option's YAML may leave keys of its dataclass out
@@ -134,6 +134,11 @@ def chosen(typed: Typed) -> list[str]:
         return [typed.text]
     flat = [item for entry in found for item in (entry if isinstance(entry, list) else [entry])]
     return [item.text if isinstance(item, QuotedString) else str(item) for item in flat]
+
+
+def option_text(option: str) -> str:
+    """The name of an option as Hydra reads it, in quotes only where it needs them."""
+    return option if _is_word(option) else quote(option)
 
 
 def quote(text: str) -> str:

@@ -120,7 +120,7 @@ def _saved_for_backward(
         return tensor
 
     lanes = state["age"].shape[0]
-    targets = _some_targets(config, lanes)
+    targets = some_targets(config, lanes)
     tokens = targets.to("meta")
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -132,7 +132,7 @@ def _saved_for_backward(
     return sum(kept.values())
 
 
-def _some_targets(config: Config, lanes: int) -> Tensor:
+def some_targets(config: Config, lanes: int) -> Tensor:
     """(B, T) tokens from the start of the text: the cost of an adaptive softmax depends on how rare they are."""
     size = (lanes, config.data.segment_len)
     _, found = sample(config.data, n_token=size[0] * size[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,13 +134,20 @@ def graceful_stop(config: Config) -> GracefulStop:
     return GracefulStop(at_step=config.trainer.stop_at_step, after_seconds=config.trainer.max_seconds)
 
 
-def fit(config: Config, *, stop: GracefulStop | None = None, resume: str | None = None) -> Fitted:
+def fit(
+    config: Config,
+    *,
+    stop: GracefulStop | None = None,
+    resume: str | None = None,
+    callbacks: Sequence[L.Callback] = (),
+) -> Fitted:
     """Train into `config.run_dir` and write `last`, `best` and `result.json`.
 
     Args:
         config: the whole configuration.
         stop: what may end it early; by default signals and the limits of the configuration.
         resume: checkpoint to go on from, in the same folder.
+        callbacks: more than configured.
 
     Raises:
         ConfigError: another process is training in the folder.
@@ -152,16 +160,18 @@ def fit(config: Config, *, stop: GracefulStop | None = None, resume: str | None 
             (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(run_dir))
             remove_parts(run_dir / FOLDER)
-        return _fit(config, run_dir, stop=stop, resume=resume)
+        return _fit(config, run_dir, stop=stop, resume=resume, callbacks=callbacks)
 
 
-def _fit(config: Config, run_dir: Path, *, stop: GracefulStop, resume: str | None) -> Fitted:
+def _fit(
+    config: Config, run_dir: Path, *, stop: GracefulStop, resume: str | None, callbacks: Sequence[L.Callback]
+) -> Fitted:
     L.seed_everything(config.seed, workers=True, verbose=False)
     data = TextDataModule(config)
     module = TransformerXLModule(config)
     step = None if resume is None else read_step(resume)
     loggers = build_loggers(config, run_dir, resumed_at=step)
-    trainer = build_trainer(config, callbacks=_callbacks(config, data, stop), loggers=loggers)
+    trainer = build_trainer(config, callbacks=[*_callbacks(config, data, stop), *callbacks], loggers=loggers)
     with stop.listening(), suppress(Stopped):  # a stop during validation: `last` is written already
         if trainer.is_global_zero:
             write_facts(run_dir, config, data.data.meta, resumed_at=step)

@@ -59,6 +59,7 @@ class AssociativeTokensConfig(LayerMemoryConfig):
     """Keys of `memory=associative_tokens`."""
 
     unbounded: ClassVar[bool] = True
+    size_key: ClassVar[str | None] = "d_mem"
 
     name: str = key("associative_tokens", "tokens behind the segment write to a matrix in every layer")
     n_tokens: int = key(4, "learned tokens behind every segment", minimum=1)

@@ -207,7 +207,8 @@ def keep_dead(new: State, old: State, length_B: Tensor) -> State:
 
 def full_precision(device: torch.device) -> torch.autocast:
     """A context in which float32 products stay float32: autocast would round their factors."""
-    return torch.autocast(device.type, enabled=False)
+    # shapes without numbers have no autocast of their own
+    return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
 
 
 def keep_last(old_BMx: Tensor, new_BTx: Tensor, length_B: Tensor) -> Tensor:

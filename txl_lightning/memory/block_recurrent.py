@@ -53,6 +53,7 @@ class BlockRecurrentConfig(UpperLayerMemoryConfig):
     """Keys of `memory=block_recurrent`."""
 
     unbounded: ClassVar[bool] = True
+    size_key: ClassVar[str | None] = "n_states"
 
     name: str = key("block_recurrent", "state vectors that read the tokens and are read by them")
     n_states: int = key(16, "state vectors, per lane and layer", minimum=1)

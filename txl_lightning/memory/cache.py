@@ -20,6 +20,7 @@ absent for the whole batch at once), and the memory of the last layer's output, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ from txl_lightning.memory.rows import Rows, empty_bias, falling_ages, form_of, r
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig(LayerMemoryConfig):
     """Keys of `memory=cache`."""
+
+    size_key: ClassVar[str | None] = "mem_len"
 
     name: str = key("cache", "the last mem_len inputs of every layer")
     mem_len: int = key(64, "tokens kept, per lane and layer; 0 trains without memory", minimum=0)

@@ -29,6 +29,7 @@ the age of the middle of what they stand for (`time`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,8 @@ LEARNED = ("conv", "dilated")
 @dataclass(frozen=True, kw_only=True)
 class CompressiveConfig(LayerMemoryConfig):
     """Keys of `memory=compressive`."""
+
+    size_key: ClassVar[str | None] = "compressed_len"
 
     name: str = key("compressive", "what leaves memory is compressed before it is forgotten")
     mem_len: int = key(64, "rows of memory, per lane and layer; at least a segment", minimum=1)

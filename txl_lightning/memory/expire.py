@@ -18,6 +18,7 @@ regulariser.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,8 @@ from txl_lightning.types import MASKED
 @dataclass(frozen=True, kw_only=True)
 class ExpireConfig(LayerMemoryConfig):
     """Keys of `memory=expire`."""
+
+    size_key: ClassVar[str | None] = "mem_len"
 
     name: str = key("expire", "a cache whose tokens learn how long they are worth seeing")
     mem_len: int = key(64, "tokens kept, per lane and layer", minimum=1)

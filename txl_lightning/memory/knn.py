@@ -20,6 +20,7 @@ search is exact at every size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,8 @@ SEARCHED_AT_ONCE = 8192
 @dataclass(frozen=True, kw_only=True)
 class KnnConfig(UpperLayerMemoryConfig):
     """Keys of `memory=knn`."""
+
+    size_key: ClassVar[str | None] = "mem_len"
 
     name: str = key("knn", "exact search among the last mem_len keys of one layer")
     mem_len: int = key(512, "keys and values kept, per lane and layer; 0 trains without memory", minimum=0)

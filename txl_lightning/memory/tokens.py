@@ -34,6 +34,7 @@ class TokensConfig(MemoryConfig):
     """Keys of `memory=tokens`."""
 
     unbounded: ClassVar[bool] = True
+    size_key: ClassVar[str | None] = "n_tokens"
 
     name: str = key("tokens", "memory vectors read and written as tokens around the segment")
     n_tokens: int = key(8, "memory vectors, per lane; the segment grows by twice as many tokens", minimum=1)

@@ -20,6 +20,7 @@ Longformer's dilated windows and global tokens are not offered.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ from txl_lightning.types import MASKED
 @dataclass(frozen=True, kw_only=True)
 class WindowConfig(LayerMemoryConfig):
     """Keys of `memory=window`."""
+
+    size_key: ClassVar[str | None] = "window"
 
     name: str = key("window", "each token sees the last tokens, and the first ones of the stream")
     window: int = key(64, "tokens that a token sees, itself among them, in its own segment too", minimum=2)

@@ -1,0 +1,1 @@
+"""What `txl compare` does: several memories trained under one budget, laid side by side."""

@@ -1,0 +1,43 @@
+"""Floating-point operations of one training step, counted on shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from txl_lightning.commands.dry_run import some_targets
+from txl_lightning.config import Config
+from txl_lightning.model.transformer import TransformerXL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """Per token; a product and its sum are two. Matrix products only, as torch counts them."""
+
+    forward: float
+    training: float  # forward and backward
+    parameters: int
+
+
+def count(config: Config) -> Flops:
+    """Run a segment forward and backward without numbers."""
+    lanes = config.data.batch_size
+    targets_BT = some_targets(config, lanes)
+    with torch.device("meta"):
+        model = TransformerXL(config)
+    model.train()
+    state = model.init_state(lanes, dtype=torch.float32)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        out = model(targets_BT.to("meta"), state, None, targets_BT)
+        forward = counter.get_total_flops()
+        assert out.losses_BT is not None
+        (out.losses_BT.sum() + sum(out.aux_losses.values())).backward()
+    n_token = targets_BT.numel()
+    return Flops(
+        forward=forward / n_token,
+        training=counter.get_total_flops() / n_token,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+    )
