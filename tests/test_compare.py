@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.tiny import MODEL, RUN, tiny_config, write_corpus
+from tests.tiny import MODEL, RUN, write_corpus
 from txl_lightning import cli
-from txl_lightning.commands.compare import JSON, PLOT
-from txl_lightning.comparison import flops
+from txl_lightning.commands import compare as command
+from txl_lightning.comparison import flops, plot
 from txl_lightning.comparison.plan import SURPLUS, resize, state_bytes
 from txl_lightning.comparison.progress import MatrixProgress
 from txl_lightning.comparison.runs import MEASURED, RUNS, folder_name
-from txl_lightning.config import load
+from txl_lightning.config import Config, ConfigError, load
 from txl_lightning.exit_codes import DONE, REFUSED, REQUEUE
+from txl_lightning.jobs import Request
+from txl_lightning.options import CompareOptions
+from txl_lightning.overrides import read
 from txl_lightning.registry import memories
 
-COMPARED = [item for item in RUN if not item.startswith(("callbacks", "trainer.max_steps"))]
+COMPARED = [*MODEL, *(item for item in RUN if not item.startswith("callbacks")), "logger=none"]
 SHORT = "trainer.max_steps=3"
+load_once = functools.cache(lambda *typed: load(typed))  # composing takes a second
 
 
-def compare(tmp_path: Path, *typed: str) -> int:
-    """The exit code of `txl compare` into tmp_path/out, with a tiny model and corpus."""
-    corpus = tmp_path / "corpus.txt"
-    if not corpus.exists():
-        write_corpus(corpus)
-    return cli.main(
-        ["compare", "data=text", f"data.path={corpus}", f"out={tmp_path / 'out'}", "logger=none", *MODEL, *COMPARED]
-        + list(typed)
-    )
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_corpus(tmp_path_factory.mktemp("text") / "corpus.txt"))
+
+
+def typed_keys(corpus: str, *typed: str) -> list[str]:
+    """A tiny run, with what is typed in place of the same keys."""
+    keys = [item.partition("=")[0] for item in typed]
+    base = ["data=text", f"data.path={corpus}", *COMPARED]
+    return [*(item for item in base if item.partition("=")[0] not in keys), *typed]
+
+
+def compare(out: Path, corpus: str, names: str, *typed: str, **options: Any) -> None:
+    """Check and run `txl compare` without Hydra around it."""
+    words = typed_keys(corpus, *typed)
+    if options.get("budget") == "time" and not any("max_steps" in item for item in typed):
+        words = [item for item in words if "max_steps" not in item]
+    own = [f"{name}={value}" for name, value in options.items()]
+    request = Request(command="compare", typed=tuple(read(word, command="compare") for word in [*words, *own]))
+    chosen = CompareOptions(memories=tuple(names.split(",")), out=str(out / "out"), **{"seeds": 1, **options})
+    config = load_once(*words)
+    command.check(config, chosen, request=request)
+    command.run(config, chosen, request=request)
 
 
 def result(tmp_path: Path) -> dict[str, Any]:
-    return json.loads((tmp_path / "out" / JSON).read_text())
+    return json.loads((tmp_path / "out" / command.JSON).read_text())
 
 
 def rows(tmp_path: Path) -> dict[str, dict[str, Any]]:
@@ -50,10 +70,19 @@ def measured(tmp_path: Path) -> dict[str, Path]:
     return {str(path.parent.relative_to(folder)): path for path in sorted(folder.rglob(MEASURED))}
 
 
-def test_equal_state_and_an_empty_cache_equals_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["memory=none,cache,empty", "each={empty: [memory=cache, memory.mem_len=0]}", "seeds=2", SHORT]
+@pytest.fixture
+def unplotted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No drawing: it takes longer than these runs."""
+    monkeypatch.setattr(plot, "plot", lambda *_, **__: None)
+
+
+def test_equal_state_and_an_empty_cache_equals_none(
+    tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     room = 2 * (24 * 32 * 4 + 8)  # 24 rows of 32 float32 and a counter, in 2 layers
-    assert compare(tmp_path, *command, f"state_bytes={room}") == DONE
+    options = ["memory=none,cache,empty", "each={empty: [memory=cache, memory.mem_len=0]}", "seeds=2"]
+    where = [f"state_bytes={room}", f"out={tmp_path / 'out'}"]
+    assert cli.main(["compare", *options, *where, *typed_keys(corpus, SHORT)]) == DONE
     found = rows(tmp_path)
     assert found["cache"]["chosen"] == {"memory.mem_len": 24}
     assert (found["none"]["state_bytes"], found["cache"]["state_bytes"]) == (0, room)
@@ -64,82 +93,90 @@ def test_equal_state_and_an_empty_cache_equals_none(tmp_path: Path, capsys: pyte
     tokens = {run["tokens"] for row in found.values() for run in row["runs"].values()}
     assert tokens == {3 * 4 * 16}
     assert all(row["deviation"]["loss"] > 0 and row["mean"]["tokens_per_second"] > 0 for row in found.values())
-    assert (tmp_path / "out" / PLOT).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / command.PLOT).read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr()
     assert "24" in printed.out and " ± " in printed.out
     assert "run 6 of 6, empty, seed 1112: test loss" in printed.err
 
 
-def test_finished_runs_are_kept_and_other_ones_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare(tmp_path, "memory=none,cache", "seeds=1", SHORT) == DONE
+@pytest.mark.usefixtures("unplotted")
+def test_finished_runs_are_kept_and_other_ones_refused(tmp_path: Path, corpus: str) -> None:
+    compare(tmp_path, corpus, "none,cache", SHORT)
     before, files = rows(tmp_path), measured(tmp_path)
     kept = files["none/seed_1111"].stat().st_mtime_ns
     files["cache/seed_1111"].unlink()
-    assert compare(tmp_path, "memory=none,cache", "seeds=1", SHORT) == DONE
+    compare(tmp_path, corpus, "none,cache", SHORT)
     after = rows(tmp_path)
     assert measured(tmp_path)["none/seed_1111"].stat().st_mtime_ns == kept
     assert after["none"] == before["none"]
     assert after["cache"]["mean"]["loss"] == before["cache"]["mean"]["loss"]
-    capsys.readouterr()
-    assert compare(tmp_path, "memory=none,cache", "seeds=1", SHORT, "optim.lr=0.01") == REFUSED
-    assert "configs.none.optim.lr=0.003, and now it is 0.01" in capsys.readouterr().err
-    assert compare(tmp_path, "memory=none,cache", "seeds=1", "trainer.max_steps=4") == REFUSED
+    with pytest.raises(ConfigError, match=r"configs\.none\.trainer\.max_steps=3, and now it is 4"):
+        compare(tmp_path, corpus, "none,cache", "trainer.max_steps=4")
 
 
+@pytest.mark.usefixtures("unplotted")
 def test_a_signal_ends_the_matrix_and_the_same_command_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ask(self: MatrixProgress, *_: Any) -> None:
         if self._name.startswith("cache"):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
         patched.setattr(MatrixProgress, "step", ask)
-        assert compare(tmp_path, "memory=none,cache", "seeds=1", SHORT) == REQUEUE
+        compare(tmp_path, corpus, "none,cache", SHORT)
+    assert ended.value.code == REQUEUE
     assert "1 of 2 runs are finished" in capsys.readouterr().err
     assert list(measured(tmp_path)) == ["none/seed_1111"]
-    assert compare(tmp_path, "memory=none,cache", "seeds=1", SHORT) == DONE
+    compare(tmp_path, corpus, "none,cache", SHORT)
     assert rows(tmp_path)["cache"]["mean"]["steps"] == 3
 
 
-def test_a_run_that_fails_leaves_the_others(tmp_path: Path) -> None:
-    ruinous = "each={cache: [optim.lr=1e20, optim.warmup_steps=0, optim.clip=0]}"
-    assert compare(tmp_path, "memory=none,cache", ruinous, "seeds=1", "trainer.max_steps=20") == DONE
+@pytest.mark.usefixtures("unplotted")
+def test_a_run_that_fails_leaves_the_others(tmp_path: Path, corpus: str) -> None:
+    ruinous = "{cache: [optim.lr=1e20, optim.warmup_steps=0, optim.clip=0]}"
+    compare(tmp_path, corpus, "none,cache", each=ruinous)
     found = rows(tmp_path)
     assert found["cache"]["runs"] == {} and "not finite" in found["cache"]["failed"]["1111"]
     assert found["cache"]["remark"].endswith("1 of 1 runs failed")
     assert list(found["none"]["runs"]) == ["1111"]
 
 
-def test_equal_flops_and_windows_of_segments(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("unplotted")
+def test_equal_flops_and_windows_of_segments(tmp_path: Path, corpus: str) -> None:
     window = "[memory.n_tokens=4, trainer.bptt_segments=2, trainer.accumulate_grad_batches=2]"
-    each = f"each={{tokens: {window}}}"
-    assert compare(tmp_path, "memory=none,tokens", each, "budget=flops", "trainer.max_steps=12", "seeds=1") == DONE
+    compare(tmp_path, corpus, "none,tokens", each=f"{{tokens: {window}}}", budget="flops")
     none, tokens = rows(tmp_path).values()
-    assert none["mean"]["steps"] == 12
+    assert none["mean"]["steps"] == 20
     spent = [row["mean"]["tokens"] * row["training_flops_per_token"] for row in (none, tokens)]
     segment = tokens["training_flops_per_token"] * 4 * 16
     assert abs(spent[1] - spent[0]) <= 2 * segment  # steps are whole
 
 
-def test_equal_tokens_when_steps_read_several_segments(tmp_path: Path) -> None:
-    each = "each={cache: [trainer.accumulate_grad_batches=2]}"
-    assert compare(tmp_path, "memory=none,cache", each, "trainer.max_steps=4", "seeds=1") == DONE
+@pytest.mark.usefixtures("unplotted")
+def test_equal_tokens_when_steps_read_several_segments(tmp_path: Path, corpus: str) -> None:
+    each = "{cache: [trainer.accumulate_grad_batches=2]}"
+    compare(tmp_path, corpus, "none,cache", "trainer.max_steps=4", each=each)
     none, cache = (row["mean"] for row in rows(tmp_path).values())
     assert (none["steps"], cache["steps"]) == (4, 2)
     assert none["tokens"] == cache["tokens"]
 
 
-def test_equal_time(tmp_path: Path) -> None:
-    assert compare(tmp_path, "memory=none", "budget=time", "seconds=0.3", "seeds=1", "optim.schedule=constant") == DONE
+@pytest.mark.usefixtures("unplotted")
+def test_equal_time(tmp_path: Path, corpus: str) -> None:
+    compare(tmp_path, corpus, "none", "optim.schedule=constant", budget="time", seconds=0.3)
     (row,) = rows(tmp_path).values()
     assert 0.3 <= row["mean"]["train_seconds"] < 10
     assert row["mean"]["steps"] > 1
 
 
+def with_memory(name: str, **keys: Any) -> Config:
+    return replace(load_once(*MODEL, "data.segment_len=16"), memory=memories.get(name).config(**keys))
+
+
 @pytest.mark.parametrize("name", [name for name in memories.names() if memories.get(name).config.size_key])
-def test_every_memory_with_a_size_fits_the_budget(name: str, tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, f"memory={name}")
+def test_every_memory_with_a_size_fits_the_budget(name: str) -> None:
+    config = with_memory(name)
     budget = 2 * state_bytes(config) + 100
     fitted = resize(config, budget=budget)
     key = config.memory.size_key
@@ -149,17 +186,13 @@ def test_every_memory_with_a_size_fits_the_budget(name: str, tmp_path: Path) -> 
     found = state_bytes(fitted)
     assert found <= SURPLUS * budget
     for other in (size - 1, size + 1):
-        there = state_bytes(tiny_config(tmp_path, f"memory={name}", f"memory.{key}={other}"))
+        there = state_bytes(with_memory(name, **{key: other}))
         assert there > SURPLUS * budget or abs(there - budget) >= abs(found - budget)
 
 
 def test_memories_without_a_size() -> None:
-    assert {name for name in memories.names() if not memories.get(name).config.size_key} == {
-        "none",
-        "mix",
-        "associative",
-        "titans",
-    }
+    without = [name for name in memories.names() if not memories.get(name).config.size_key]
+    assert without == ["associative", "mix", "none", "titans"]
 
 
 def test_flops_are_those_counted_by_hand() -> None:
@@ -173,48 +206,58 @@ def test_flops_are_those_counted_by_hand() -> None:
 
 
 def test_labels_become_names_of_folders() -> None:
-    assert [folder_name(label) for label in ("cache", "my.memory:Gate", "../up", ".")] == [
-        "cache",
-        "my.memory_Gate",
-        "_up",
-        "_",
-    ]
+    labels = ("cache", "my.memory:Gate", "../up", ".")
+    assert [folder_name(label) for label in labels] == ["cache", "my.memory_Gate", "_up", "_"]
 
 
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
         (["-m", "memory=none,cache"], "flag=--multirun: memory=A,B,C is a list here"),
-        ([], "memory=: names nothing to compare"),
-        (["memory=none,cahce"], "cahce: memory=cahce: no such option; did you mean cache?"),
-        (["memory=cache,cache"], "memories=[cache,cache]: two have the name cache"),
-        (["memory=cache,none", "memory.mem_len=3"], "none: memory.mem_len=3: memory=none has no such key"),
+        (["out=here"], "memory=: names nothing to compare"),
+        (["memory=none,cache", "out=here"], "out="),
         (["memory=none,cache", "run_dir=x"], "run_dir=x: txl compare does not read it"),
-        (["memory=cache", "each={knn: memory.top_k=3}"], "knn is not among those compared; write memory=cache,knn"),
-        (["memory=cache", "each={cache: data.batch_size=3}"], "data.batch_size must be the same for all"),
-        (["memory=cache", "each={cache: memory.men_len=3}"], "memory.men_len=3: no such key"),
+        (["memory=none,cahce", "out=new"], "cahce: memory=cahce: no such option; did you mean cache?"),
         (["memory=cache", "each={cache: [memory.layers=[0]]}"], "put quotes around what holds brackets"),
-        (["memory=cache", "each=[cache]"], "must name overrides for each of several"),
-        (["memory=none,compressive", "state_bytes=99"], "state_bytes=99: memory=compressive needs "),
-        (["memory=cache", "budget=time"], "seconds=null: budget=time needs it"),
-        (["memory=cache", "budget=time", "seconds=1"], "optim.schedule=cosine: has to know its last step"),
-        (
-            ["memory=cache", "budget=time", "seconds=1", SHORT],
-            "trainer.max_steps=3: budget=time ends runs after seconds",
-        ),
-        (["memory=cache", "budget=flops", "state_bytes=99"], "state_bytes=99: budget=flops does not read it"),
-        (["memory=cache", "out=here"], "out="),
     ],
 )
-def test_refusals(
-    typed: list[str],
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_typed_and_refused(
+    typed: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").write_text("a file")
-    assert compare(tmp_path, *typed) == REFUSED
+    assert cli.main(["compare", *typed]) == REFUSED
     assert said in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+@pytest.mark.parametrize(
+    ("names", "typed", "options", "said"),
+    [
+        ("cache,cache", [], {}, "memories=[cache,cache]: two have the name cache"),
+        ("cache,none", ["memory.mem_len=3"], {}, "none: memory.mem_len=3: memory=none has no such key"),
+        ("cache", [], {"each": "{knn: memory.top_k=3}"}, "knn is not among those compared; write memory=cache,knn"),
+        ("cache", [], {"each": "{cache: data.batch_size=3}"}, "data.batch_size must be the same for all"),
+        ("cache", [], {"each": "{cache: memory.men_len=3}"}, "memory.men_len=3: no such key"),
+        ("cache", [], {"each": "[cache]"}, "must name overrides for each of several"),
+        ("none,compressive", [], {"state_bytes": 99}, "state_bytes=99: memory=compressive needs "),
+        ("cache", [], {"budget": "time"}, "seconds=null: budget=time needs it"),
+        (
+            "cache",
+            [SHORT],
+            {"budget": "time", "seconds": 1.0},
+            "trainer.max_steps=3: budget=time ends runs after seconds",
+        ),
+        ("cache", [], {"budget": "flops", "state_bytes": 99}, "state_bytes=99: budget=flops does not read it"),
+    ],
+)
+def test_refused(names: str, typed: list[str], options: dict[str, Any], said: str, tmp_path: Path, corpus: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        compare(tmp_path, corpus, names, *typed, **options)
+    assert said in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_time_budget_has_no_last_step(tmp_path: Path, corpus: str) -> None:
+    with pytest.raises(ConfigError, match="has to know its last step"):
+        compare(tmp_path, corpus, "none", budget="time", seconds=1.0)

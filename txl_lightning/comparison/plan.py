@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -62,6 +63,7 @@ def make_plan(options: CompareOptions, request: Request, *, segments: int) -> li
     return _equal_flops(plain, segments)
 
 
+@functools.lru_cache(maxsize=64)  # checked and then run: composing takes a second
 def _compose(entry: Entry, *, config_dir: str | None) -> Config:
     try:
         return Config.from_dict(compose_job(entry.typed, config_dir=config_dir, command="fit", stored=None))
