@@ -246,7 +246,7 @@ def test_typed_and_refused(
             "cache",
             [SHORT],
             {"budget": "time", "seconds": 1.0},
-            "trainer.max_steps=3: budget=time ends runs after seconds",
+            "trainer.max_steps=3: budget=time ends runs",
         ),
         ("cache", [], {"budget": "flops", "state_bytes": 99}, "state_bytes=99: budget=flops does not read it"),
     ],

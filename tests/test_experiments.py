@@ -223,6 +223,8 @@ def test_reproduce_refuses_files_that_hold_something_else(tmp_path: Path) -> Non
     (tmp_path / "config.yaml").write_text("- 1\n")
     with pytest.raises(ConfigError, match="is no folder of a finished run"):
         reproduce.check(load(), ReproduceOptions(name="wt103_base", speed_from=str(tmp_path)))
+
+
 @pytest.mark.parametrize("name", memories.names())
 def test_every_memory_can_be_measured_on_shapes_alone(name: str, tmp_path: Path) -> None:
     found = dry_run.needs(tiny_config(tmp_path, f"memory={name}", "trainer.precision=bf16-mixed"))
