@@ -174,7 +174,7 @@ def test_help_and_refusals_do_not_wait_for_torch() -> None:
 def test_cfg_job_prints_what_would_run(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--cfg", "job", "memory=none", "run_dir=it's ${x}"]) == 0
     values = yaml.safe_load(capsys.readouterr().out)
-    assert values == load(["memory=none", "run_dir=it's ${x}"]).to_dict()
+    assert values == {**load(["memory=none", "run_dir=it's ${x}"]).to_dict(), "resume": None}
     assert main(["fit", "-c", "job", "-p", "optim.lr", "optim.lr=0.125"]) == 0
     assert capsys.readouterr().out == "0.125\n"
     assert main(["fit", "--cfg=hydra", "--package", "hydra.job.name"]) == 0
@@ -379,7 +379,8 @@ def test_a_checkpoint_is_where_evaluation_starts(fake: Fake, monkeypatch: pytest
     stored = load(["memory.mem_len=9", "seed=4", "trainer.devices=2", "strategy=ddp", "run_dir=/its own"]).to_dict()
     read: list[str] = []
 
-    def read_config(path: str) -> dict[str, Any]:
+    def read_config(path: str, *, key: str) -> dict[str, Any]:
+        assert key == "ckpt"
         read.append(path)
         return stored
 
