@@ -79,7 +79,8 @@ def test_the_card_has_the_settings_a_score_depends_on(tmp_path: Path) -> None:
     model = our_model(clamp_len=3, same_length=True, same_length_rule="mem_len+1")
     model.save_pretrained(tmp_path, model_card_kwargs={"license": "mit"})
     card = ModelCard.load(tmp_path / "README.md")
-    assert (card.data.library_name, card.data.license) == ("txl-lightning", "mit")
+    data = card.data.to_dict()
+    assert (data["library_name"], data["license"]) == ("txl-lightning", "mit")
     rows = dict(line.strip("| ").split(" | ") for line in card.text.splitlines() if line.startswith("| `"))
     assert rows["`eval.segment_len`"] == "4"
     assert rows["`memory.mem_len`"] == str(BASE["mem_len"])
