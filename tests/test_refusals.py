@@ -234,7 +234,10 @@ CONTRADICTIONS = [
 UNREAD = [
     ("eval ckpt=x dry_run=true", "dry_run=true: txl eval does not read it; leave it out; txl fit reads it\n"),
     ("eval ckpt=x run_dir=y", "run_dir=y: txl eval does not read it; leave it out; txl fit and txl demo read it\n"),
-    ("eval ckpt=x optim.lr=3", "optim.lr=3: txl eval does not read it; leave it out; txl fit and txl demo read it\n"),
+    (
+        "eval ckpt=x optim.lr=3",
+        "optim.lr=3: txl eval does not read it; leave it out; txl fit, txl compare and txl demo read it\n",
+    ),
     ("eval ckpt=x optim=adam", "optim=adam: txl eval does not read it; "),
     ("eval ckpt=x optim.rate=3", "optim.rate=3: no such key; txl eval reads no key of optim\n"),
     ("eval ckpt=x trainer.max_steps=77", "trainer.max_steps=77: txl eval does not read it; "),
@@ -242,7 +245,8 @@ UNREAD = [
     ("eval ckpt=x trainer=default", "trainer=default: txl eval does not read it; "),
     (
         "eval ckpt=x seed=3",
-        "seed=3: txl eval does not read it; leave it out; txl fit, txl generate and txl demo read it\n",
+        "seed=3: txl eval does not read it; leave it out; txl fit, txl generate, txl analyze, txl compare and txl demo "
+        "read it\n",
     ),
     ("eval ckpt=x logger=csv", "logger=csv: txl eval does not read it; "),
     ("eval ckpt=x debug=fast", "debug=fast: txl eval does not read it; "),

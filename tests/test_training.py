@@ -113,7 +113,7 @@ def test_fit_leaves_a_readable_run_folder(tmp_path: Path, monkeypatch: pytest.Mo
     names = {path.name for path in run.iterdir()}
     assert {"config.yaml", "run.json", "result.json", "checkpoints", "csv"} <= names
     assert any(name.startswith("events.out.tfevents") for name in names)
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt", "manifest.json"}
     assert Config.from_dict(yaml.safe_load((run / "config.yaml").read_text())) == config
     facts = json.loads((run / "run.json").read_text())
     assert facts["seed"] == config.seed and facts["versions"]["torch"] == torch.__version__

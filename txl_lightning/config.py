@@ -462,6 +462,10 @@ def load(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> Con
     """
     from txl_lightning.compose import compose
 
-    values = compose(overrides, config_dir=config_dir)
-    own = {item.name for item in dataclasses.fields(FitOptions)}  # of the command, not of the run
-    return Config.from_dict({name: value for name, value in values.items() if name not in own})
+    return Config.from_dict(of_the_run(compose(overrides, config_dir=config_dir)))
+
+
+def of_the_run(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What was composed for `txl fit`, without the command's own keys, which are not the run's."""
+    own = {item.name for item in dataclasses.fields(FitOptions)}
+    return {name: value for name, value in values.items() if name not in own}

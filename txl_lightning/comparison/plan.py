@@ -14,7 +14,7 @@ from txl_lightning.commands.strategies import state_bytes_per_lane
 from txl_lightning.comparison import flops
 from txl_lightning.comparison.typed import EACH, Entry, entries
 from txl_lightning.compose import compose_job
-from txl_lightning.config import Config, ConfigError
+from txl_lightning.config import Config, ConfigError, of_the_run
 from txl_lightning.jobs import Request
 from txl_lightning.options import CompareOptions
 
@@ -66,7 +66,8 @@ def make_plan(options: CompareOptions, request: Request, *, segments: int) -> li
 @functools.lru_cache(maxsize=64)  # checked and then run: composing takes a second
 def _compose(entry: Entry, *, config_dir: str | None) -> Config:
     try:
-        return Config.from_dict(compose_job(entry.typed, config_dir=config_dir, command="fit", stored=None))
+        values = compose_job(entry.typed, config_dir=config_dir, command="fit", stored=None)
+        return Config.from_dict(of_the_run(values))
     except ConfigError as error:
         raise ConfigError(f"{entry.label}: {error.key}", error.value, error.rule, error.cure) from error
 
