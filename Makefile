@@ -1,6 +1,6 @@
 # Needs GNU make, Python >= 3.10 with venv and pip, and a C compiler. All else comes from the package index.
 PYTHON ?= python3
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=4
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,7 +34,7 @@ demo: $(VENV)/installed-demo
 	@$(BIN)/txl demo
 
 test: $(VENV)/installed-test
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: $(VENV)/installed-dev
 	@failed=0; \

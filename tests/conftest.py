@@ -6,6 +6,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,18 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
         counts = item.config.stash.setdefault(_deselected, Counter())
         counts[next((mark for mark in LEFT_OUT if item.get_closest_marker(mark)), "")] += 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Every parallel process (pytest-xdist) leaves out the same tests; one's count is that of all."""
+    node.config.stash[_deselected] = Counter(node.workeroutput.get("deselected", {}))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A parallel process hands its count to the one that writes the closing words."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["deselected"] = dict(session.config.stash.get(_deselected, {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
