@@ -26,6 +26,7 @@ FLOORS = {
     "config": 0,
     "keys": 0,
     "overrides": 0,
+    "trust": 0,
     "choices": 0,
     "compose": 0,
     "memory.base": 0,

@@ -80,6 +80,7 @@ def _dispatch(arguments: Arguments) -> int:
 
 
 def _execute(arguments: Arguments, config_dir: str | None) -> int:
+    from txl_lightning import trust
     from txl_lightning.jobs import Request, refuse
     from txl_lightning.overrides import read
 
@@ -92,7 +93,8 @@ def _execute(arguments: Arguments, config_dir: str | None) -> int:
         typed = gather(typed)
     request = Request(command=command, typed=typed, config_dir=config_dir, multirun="--multirun" in flags)
     try:
-        return _check_and_run(request, flags)
+        with trust.as_typed(typed):
+            return _check_and_run(request, flags)
     except ConfigError as error:
         return refuse(error, () if request.multirun else typed)
 

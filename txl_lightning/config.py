@@ -142,6 +142,9 @@ MORE_OPTIMIZERS = ("lamb", "lion", "adabelief")
 
 OPTIMIZERS = (*TORCH_OPTIMIZERS, *MORE_OPTIMIZERS)
 
+WHOLE_TENSORS = ("adafactor", "lamb")
+"""Those whose update of a number depends on the rest of its matrix."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section):
@@ -296,8 +299,48 @@ class StrategyConfig(Section):
 
     section: ClassVar[str] = "strategy"
 
-    name: str = key("auto", "auto: one rank; ddp: one process per device", choices=("auto", "ddp"))
+    name: str = key(
+        "auto",
+        "auto: one rank; ddp: one process per device; deepspeed: the same with ZeRO (deepspeed_zero0 ... zero3)",
+        choices=("auto", "ddp", "deepspeed"),
+    )
     timeout_s: int = key(1800, "seconds a rank waits for the others before it gives up", minimum=1)
+    stage: int | None = key(
+        None,
+        "what ZeRO divides among the ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too",
+        choices=(0, 1, 2, 3, None),
+    )
+    offload_optimizer: bool = key(False, "keep optimizer state and its arithmetic on the CPU; ZeRO 1, 2, 3")
+    offload_parameters: bool = key(False, "keep parameters on the CPU between their uses; ZeRO 3")
+    config: str | None = key(
+        None, "JSON of DeepSpeed's own settings, on top of ours; what other keys here decide it must not hold"
+    )
+
+    def check(self) -> None:
+        if not self.sharded:
+            for name in ("stage", "offload_optimizer", "offload_parameters", "config"):
+                if getattr(self, name) not in (None, False):
+                    raise self.refuse(name, f"strategy={self.name} has none", "take strategy=deepspeed_zero2, say")
+            return
+        if self.stage is None:
+            raise self.refuse("stage", "DeepSpeed needs one", "take strategy=deepspeed_zero2, say")
+        if self.offload_optimizer and self.stage == 0:
+            raise self.refuse("offload_optimizer", "ZeRO 0 leaves the optimizer alone", "set strategy.stage=2")
+        if self.offload_parameters and self.stage != 3:
+            raise self.refuse("offload_parameters", "parameters are divided by ZeRO 3 only", "set strategy.stage=3")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether DeepSpeed's engine trains and writes checkpoints as folders."""
+        return self.name == "deepspeed"
+
+    @property
+    def title(self) -> str:
+        """As it is chosen on the command line."""
+        if not self.sharded:
+            return self.name
+        offload = "_offload" if self.offload_optimizer or self.offload_parameters else ""
+        return f"deepspeed_zero{self.stage}{offload}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,8 +412,21 @@ class Config(TopConfig):
         world = self.trainer.devices * self.trainer.num_nodes
         if world > 1 and self.strategy.name == "auto":
             raise ConfigError("strategy", "auto", f"cannot run {world} ranks", "set strategy=ddp or trainer.devices=1")
+        self._check_engine()
         check_lanes(self.data.batch_size, ranks=world, key="data.batch_size")
         check_lanes(self.eval_batch_size, ranks=world, key=self.eval_batch_key)
+
+    def _check_engine(self) -> None:
+        """What DeepSpeed's engine cannot do. Raises ConfigError."""
+        if not self.strategy.sharded:
+            return
+        title = self.strategy.title
+        if self.optim.ema:
+            cure = "set it to 0, or use strategy=ddp"
+            raise self.optim.refuse("ema", f"strategy={title} keeps no average of weights", cure)
+        if self.optim.name in WHOLE_TENSORS and (self.strategy.stage or self.trainer.precision != "32-true"):
+            rule = f"looks at whole matrices, and strategy={title} gives the optimizer flat pieces of them"
+            raise self.optim.refuse("name", rule, "use optim=adamw, or strategy=ddp")
 
     def _check_fit_at_evaluation(self) -> None:
         """The memory's rules about segments hold for those of evaluation too, and are said of their key."""

@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from txl_lightning import resume
+from txl_lightning import resume, trust
 from txl_lightning.choices import CONFIG_PACKAGE, names_to_options
 from txl_lightning.compose import HYDRA_VERSION_BASE, MAIN, STORED, compose_job, expand, registered, translate
 from txl_lightning.config import Config, Options, build_section
@@ -61,6 +61,12 @@ def command_module(command: str) -> ModuleType:
     """The module with `check` and `run`."""
     name = {"eval": "evaluate", "import": "import_"}.get(command, command)
     return importlib.import_module(f"txl_lightning.commands.{name}")
+
+
+def trusts(typed: Sequence[Typed]) -> bool:
+    """Whether the user lets checkpoints run code."""
+    given = [item.text for item in typed if item.key == "trust"]
+    return bool(given) and given[-1].lower() == "true"
 
 
 def call(function: str, config: Config, options: Options, request: Request) -> None:
@@ -244,6 +250,11 @@ def job(hydra_config: DictConfig) -> int:
 
 def run_job(request: Request, *, folder: str) -> int:
     """One job in this process; its exit code. `folder`: where Hydra put it."""
+    with trust.as_typed(request.typed):
+        return _run_job(request, folder=folder)
+
+
+def _run_job(request: Request, *, folder: str) -> int:
     try:
         stored = stored_config(request.command, request.typed)
         config, options = build(request.typed, command=request.command, config_dir=request.config_dir, stored=stored)

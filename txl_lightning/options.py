@@ -17,6 +17,9 @@ class Options(Section):
         return ConfigError(name, getattr(self, name), rule, cure)
 
 
+_TRUST = "read a folder of DeepSpeed's although it holds more than numbers, and so may run code on loading"
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(Options):
     """`txl fit`."""
@@ -26,6 +29,7 @@ class FitOptions(Options):
         "run folder or checkpoint to go on with; auto: the run in run_dir, else the newest under runs/ that agrees, "
         "else start afresh",
     )
+    trust: bool = key(False, _TRUST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,7 @@ class EvalOptions(Options):
     ckpt: str | None = key(None, "checkpoint file or run folder to evaluate (required)")
     split: str = key("test", "part of the corpus to score", choices=("train", "valid", "test"))
     other_text: bool = key(False, "score although the text is not what the checkpoint was trained on")
+    trust: bool = key(False, _TRUST)
     out: str | None = key(None, "also write the result to this JSON file")
 
 
@@ -49,6 +54,7 @@ class GenerateOptions(Options):
     temperature: float = key(0.8, "divides the logits; 0: always the likeliest token", minimum=0)
     top_k: int = key(0, "sample among this many likeliest tokens; 0: all", minimum=0)
     top_p: float = key(1.0, "sample among the likeliest tokens that hold this much probability", above=0, maximum=1)
+    trust: bool = key(False, _TRUST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +76,7 @@ class AnalyzeOptions(Options):
     segments: int | None = key(
         None, "segments that reach reads; null: 20, or more if the memory's formula needs them", minimum=1
     )
+    trust: bool = key(False, _TRUST)
     out: str | None = key(None, "also write the result to this JSON file")
 
 
@@ -135,7 +142,17 @@ class ExportOptions(Options):
 
     ckpt: str | None = key(None, "checkpoint file or run folder to export (required)")
     to: str | None = key(None, "file to write: .safetensors, .pt or .bin, or a folder; configuration goes beside")
+    trust: bool = key(False, _TRUST)
     layout: str | None = key(None, "whose names and conventions to write (required)", choices=(*LAYOUTS, None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(Options):
+    """`txl convert`."""
+
+    ckpt: str | None = key(None, "checkpoint folder or file, or run folder, to convert (required)")
+    to: str | None = key(None, "file to write (required)")
+    trust: bool = key(False, _TRUST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +256,11 @@ COMMANDS = {
         summary="write a checkpoint's weights as another code names them",
         options=ExportOptions,
         read=("memory.mem_len", "model.clamp_len", "model.same_length", "data.segment_len"),
+    ),
+    "convert": Command(
+        summary="write the weights of a checkpoint, also of a folder that ranks wrote, as one file",
+        options=ConvertOptions,
+        read=(),
     ),
     "demo": Command(summary="train, evaluate and sample: two minutes on a laptop", unread=("dry_run",)),
 }

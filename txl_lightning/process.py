@@ -80,6 +80,10 @@ def quiet_lightning() -> Iterator[None]:
         with warnings.catch_warnings():
             # lightning 2.6 uses it in every loop, torch >= 2.13 deprecates it
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+            # DeepSpeed 0.19 reduces with it, torch >= 2.13 deprecates it
+            warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
+            # the module knows: it leaves clipping to the engine
+            warnings.filterwarnings("ignore", "Since DeepSpeed handles gradient clipping internally")
             yield
     finally:
         logger.setLevel(level)

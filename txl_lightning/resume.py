@@ -130,10 +130,10 @@ def _experiment(file: Path) -> str | None:
 
 def _in_folder(folder: str, fresh: Config) -> Path | None:
     """The `last` of a run in one folder, which must agree; None: it holds none."""
-    from txl_lightning.checkpoints import FOLDER, LAST, read_config
+    from txl_lightning.checkpoints import FOLDER, LAST, is_checkpoint, read_config
 
     file = Path(folder, FOLDER, LAST)
-    if not file.is_file():
+    if not is_checkpoint(file):
         return None
     there = Config.from_dict(start_values(read_config(str(file), key="resume")))
     for key, ours, theirs in differences(fresh.to_dict(), there.to_dict()):

@@ -1,7 +1,8 @@
-"""What a run's checkpoints should be: size and sha256 of each, in `manifest.json` beside them.
+"""What a run's checkpoints should be: size and sha256 of each file, in `manifest.json` beside them.
 
 An entry is written before its file gets its name, and those of the files before it stay for a while. So whenever a
-process dies, every checkpoint there is has its entry; a file that matches none was damaged later.
+process dies, every checkpoint there is has its entry; a file that matches none was damaged later. A checkpoint that is
+a folder has a manifest of its own, written into it before the folder gets its name.
 """
 
 from __future__ import annotations
@@ -9,14 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 MANIFEST = "manifest.json"
 PREVIOUS = "previous.ckpt"
 """The checkpoint `last` before the latest."""
 
 KEPT = 3  # entries of each name
+
+
+class Facts(TypedDict):
+    """What a file should be."""
+
+    size: int
+    sha256: str
 
 
 def note(file: Path, *, size: int, sha256: str) -> None:
@@ -26,14 +35,71 @@ def note(file: Path, *, size: int, sha256: str) -> None:
     replace_text(file.parent / MANIFEST, json.dumps({**held, file.name: own}, indent=2) + "\n")
 
 
+def note_folder(folder: Path, files: dict[str, Facts]) -> None:
+    """Write the manifest of a folder that is about to get its name: what its files are, by path within it."""
+    replace_text(folder / MANIFEST, json.dumps({"files": files}, indent=2, sort_keys=True) + "\n")
+
+
+def flush(file: Path) -> Facts:
+    """Flush a closed file to disk: what it is."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return {"size": file.stat().st_size, "sha256": _sha256(file)}
+
+
 def is_damaged(file: Path) -> bool:
-    """Whether a checkpoint that has entries matches none of them."""
+    """Whether a checkpoint that has entries matches none of them; a folder: whether a file in it is not what it was."""
+    if file.is_dir():
+        return _is_damaged_folder(file)
     entries = _entries(file.parent)
     if file.name != PREVIOUS and file.name not in entries:
         return False
     known = [(entry["size"], entry["sha256"]) for found in entries.values() for entry in found]
     size = file.stat().st_size
     return bool(known) and (all(size != entry[0] for entry in known) or (size, _sha256(file)) not in known)
+
+
+def _is_damaged_folder(folder: Path) -> bool:
+    if not (folder / MANIFEST).exists():
+        return False
+    try:
+        noted = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return not all(_is(folder / name, facts) for name, facts in noted.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return True
+
+
+def _is(file: Path, facts: Facts) -> bool:
+    return file.stat().st_size == facts["size"] and _sha256(file) == facts["sha256"]
+
+
+def keep_previous(target: Path) -> None:
+    """Give the `last` there is a second name, so that it outlives its successor's arrival."""
+    if not target.exists():
+        return
+    part = target.with_name(f".{PREVIOUS}.part")
+    part.unlink(missing_ok=True)
+    if target.is_symlink():
+        part.symlink_to(os.readlink(target))
+    else:
+        try:
+            os.link(target, part)
+        except OSError:  # a file system without links
+            shutil.copyfile(target, part)
+    part.replace(target.with_name(PREVIOUS))
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the names in a folder outlive a loss of power."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -49,7 +115,10 @@ def replace_text(path: Path, text: str) -> None:
 def remove_parts(folder: Path) -> None:
     """Delete what a process that died left half written."""
     for part in folder.glob(".*.part"):
-        part.unlink(missing_ok=True)
+        if part.is_dir() and not part.is_symlink():
+            shutil.rmtree(part)
+        else:
+            part.unlink(missing_ok=True)
 
 
 def _entries(folder: Path) -> dict[str, list[dict[str, Any]]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from txl_lightning.checkpoints import manifest
+from txl_lightning.checkpoints import manifest, zero
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.model.weights import load_weights
@@ -18,24 +18,36 @@ MISMATCH = "its size or content is not what the manifest says"
 
 
 def checkpoint_file(path: str, *, key: str = "ckpt") -> Path:
-    """The checkpoint a user means: a file, or the `last` of a run folder. `key`: the setting that says so.
+    """The checkpoint a user means: a file, a folder of DeepSpeed's, or the `last` of a run folder.
+
+    `key` is the setting that says so.
 
     Raises:
         ConfigError: there is none.
     """
     given = Path(os.path.expanduser(path))
-    if given.is_file():
+    if is_checkpoint(given):
         return given
     for candidate in (given / FOLDER / LAST, given / LAST):
-        if candidate.is_file():
+        if is_checkpoint(candidate):
             return candidate
     if given.is_dir():
         raise ConfigError(key, path, f"the folder has no {FOLDER}/{LAST}", "give a run folder or a .ckpt file")
     raise ConfigError(key, path, "no such file or folder", "give the run folder that `txl fit` printed")
 
 
-def read_checkpoint(path: str, *, key: str = "ckpt") -> dict[str, Any]:
-    """Everything in a checkpoint, on the CPU, as plain containers and tensors. `key`: the setting that names it.
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is a file, or a folder of DeepSpeed's."""
+    return path.is_file() or zero.is_folder(path)
+
+
+def read_checkpoint(path: str, *, key: str = "ckpt", weights: bool = True) -> dict[str, Any]:
+    """Everything in a checkpoint, on the CPU, as plain containers and tensors.
+
+    Args:
+        path: file, folder of DeepSpeed's, or run folder.
+        key: the setting that names it.
+        weights: those of a folder too; putting them together takes time. A folder's optimizer state is left out.
 
     Raises:
         ConfigError: it is missing, damaged, or not one of ours.
@@ -44,19 +56,28 @@ def read_checkpoint(path: str, *, key: str = "ckpt") -> dict[str, Any]:
     if manifest.is_damaged(file):
         raise ConfigError(key, path, f"{file.name} is damaged: {MISMATCH}", _cure(file, key=key))
     try:
-        saved = torch.load(file, map_location="cpu", weights_only=True)
+        saved = _read_folder(file, weights=weights) if file.is_dir() else _read_file(file)
     except Exception as error:  # on garbage the restricted unpickler fails in any way
         rule = f"{file.name} is damaged, or holds more than numbers and would run code on loading"
-        raise ConfigError(key, path, rule, "give a checkpoint that txl fit wrote") from error
+        trusted = "; if you know who made it, trust=true" if file.is_dir() else ""
+        raise ConfigError(key, path, rule, f"give a checkpoint that txl fit wrote{trusted}") from error
     if not _is_ours(saved):
         raise ConfigError(key, path, f"{file.name} is not a txl_lightning checkpoint", "give one that txl fit wrote")
     return saved
 
 
+def _read_file(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _read_folder(folder: Path, *, weights: bool) -> dict[str, Any]:
+    return {**zero.read_given(folder), "state_dict": zero.read_weights(folder) if weights else {}}
+
+
 def _cure(file: Path, *, key: str) -> str:
     """The checkpoint before a damaged one, if that is whole."""
     before = file.with_name(manifest.PREVIOUS)
-    usable = file.name == LAST and before.is_file() and not manifest.is_damaged(before)
+    usable = file.name == LAST and is_checkpoint(before) and not manifest.is_damaged(before)
     return f"give the one before it: {key}={before}" if usable else "give another checkpoint"
 
 
@@ -75,11 +96,13 @@ def _is_ours(saved: Any) -> bool:
 
 def read_config(path: str, *, key: str = "ckpt") -> dict[str, Any]:
     """The configuration stored in a checkpoint, as plain containers. Raises ConfigError as `read_checkpoint`."""
-    return dict(read_checkpoint(path, key=key)["txl_lightning"]["config"])
+    return dict(read_checkpoint(path, key=key, weights=False)["txl_lightning"]["config"])
 
 
 def read_step(path: str) -> int:
-    """Optimizer steps that a checkpoint file has made; nothing else of it is read into memory."""
+    """Optimizer steps that a checkpoint has made; nothing else of a file is read into memory."""
+    if zero.is_folder(Path(path)):
+        return int(zero.read_given(Path(path))["global_step"])
     return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"])
 
 

@@ -41,7 +41,7 @@ def check(config: Config, options: EvalOptions) -> None:
 
 def check_same_ids(config: Config, found: Survey, *, ckpt: str) -> None:
     """Refuse text whose ids mean something else than those the checkpoint was trained on. Raises ConfigError."""
-    saved = read_checkpoint(ckpt)["txl_lightning"].get("vocab")
+    saved = read_checkpoint(ckpt, weights=False)["txl_lightning"].get("vocab")
     if saved is not None and from_dict(saved).digest != found.vocab_digest:
         rule = f"the ids of this text ({found.vocab_name}) do not mean what the checkpoint's do"
         cure = "read the text it was trained on"
@@ -55,7 +55,7 @@ def check_same_text(config: Config, found: Meta, *, ckpt: str) -> None:
 
     Other `data` keys than those of the training run say that other text is meant.
     """
-    saved = read_checkpoint(ckpt)["txl_lightning"]
+    saved = read_checkpoint(ckpt, weights=False)["txl_lightning"]
     there = saved["data_fingerprint"]
     asked = {name: value for name, value in config.data.to_dict().items() if name not in READING}
     trained = {name: value for name, value in saved["config"]["data"].items() if name not in READING}

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from txl_lightning import registry
 from txl_lightning.build import check_resets, check_vocabulary
-from txl_lightning.checkpoints import FOLDER, LAST, read_checkpoint, read_step
+from txl_lightning.checkpoints import FOLDER, LAST, checkpoint_file, read_checkpoint, read_step
 from txl_lightning.checkpoints.manifest import remove_parts
 from txl_lightning.commands.dry_run import segments_per_epoch, show_needs
 from txl_lightning.config import Config, ConfigError, Options
@@ -26,7 +26,8 @@ from txl_lightning.data.vocab import from_dict
 from txl_lightning.exit_codes import FAILED
 from txl_lightning.ranks import is_first_rank
 from txl_lightning.resume import AUTO
-from txl_lightning.training.checkpointing import checkpoint_callbacks, keep_if_best
+from txl_lightning.training import folders
+from txl_lightning.training.checkpointing import EndInside, checkpoint_callbacks, keep_if_best
 from txl_lightning.training.datamodule import TextDataModule
 from txl_lightning.training.lock import check_unlocked, locked
 from txl_lightning.training.module import NonFiniteLoss, TransformerXLModule
@@ -40,6 +41,7 @@ from txl_lightning.training.run_folder import (
     write_json,
 )
 from txl_lightning.training.stopping import GracefulStop, Stopped
+from txl_lightning.training.strategies import n_parameter
 from txl_lightning.training.trainer import build_loggers, build_trainer, check_devices
 
 
@@ -72,7 +74,8 @@ def check(config: Config, options: Options) -> None:
 
 def check_resumable(config: Config, found: Survey, path: str) -> None:
     """The text is the checkpoint's, and the run is to end behind it. Raises ConfigError."""
-    saved = read_checkpoint(path, key="resume")
+    saved = read_checkpoint(path, key="resume", weights=False)
+    check_same_engine(config, saved, path)
     own, step = saved["txl_lightning"], saved["global_step"]
     for key in ("stop_at_step", "max_steps"):
         end = getattr(config.trainer, key)
@@ -91,6 +94,26 @@ def check_resumable(config: Config, found: Survey, path: str) -> None:
         raise ConfigError("data.vocab", found.vocab_digest, rule, "go on with the vocabulary the run was started with")
     rule = f"the text was altered: the run was trained on {there}"
     raise ConfigError("data.fingerprint", found.fingerprint, rule, "restore the text, or start a new run")
+
+
+def check_same_engine(config: Config, saved: dict[str, Any], path: str) -> None:
+    """The optimizer's state is as the ranks of this run need it. Raises ConfigError."""
+    there = Config.from_dict(saved["txl_lightning"]["config"])
+    ranks, here = (of.trainer.devices * of.trainer.num_nodes for of in (there, config))
+    if checkpoint_file(path).is_dir():
+        same = config.strategy.sharded and config.strategy.stage == there.strategy.stage
+        cure = f"set strategy={there.strategy.title} trainer.devices={there.trainer.devices}"
+        cure = f"{cure}, or take its weights alone: txl convert ckpt={path} to=FILE"
+        rule = f"the run to go on with has optimizer state in {ranks} shares of {there.strategy.title}"
+        if not same:
+            raise ConfigError("strategy", config.strategy.title, f"{rule}, which no other can use", cure)
+        if config.strategy.stage and here != ranks:
+            raise ConfigError("trainer.devices", config.trainer.devices, f"{rule}; {here} ranks cannot use it", cure)
+    elif "optimizer_states" not in saved:
+        raise ConfigError("resume", path, "holds weights alone, no optimizer state", "give the run's own checkpoint")
+    elif config.strategy.sharded:
+        rule = "the run to go on with has its optimizer state in one piece, as DeepSpeed cannot use it"
+        raise ConfigError("strategy", config.strategy.title, rule, "leave it out, or use strategy=ddp")
 
 
 def check_plateau(config: Config, found: Meta) -> None:
@@ -160,6 +183,7 @@ def fit(
             (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(run_dir))
             remove_parts(run_dir / FOLDER)
+            folders.remove_unused(run_dir / FOLDER)
         return _fit(config, run_dir, stop=stop, resume=resume, callbacks=callbacks)
 
 
@@ -179,12 +203,8 @@ def _fit(
         for logger in trainer.loggers:
             logger.log_hyperparams(config.to_dict())
         trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=None if resume is None else True)
-        module.show_average()  # also if there was nothing left to train
-        trainer.save_checkpoint(run_dir / FOLDER / LAST)
-        if "valid" in data.data.splits and stop.name is None and module.validated_at != trainer.global_step:
-            trainer.validate(module, datamodule=data, verbose=False)
-            keep_if_best(trainer, loss=module.scores["val"]["loss"])
-            trainer.save_checkpoint(run_dir / FOLDER / LAST)  # which knows of it
+        if not config.strategy.sharded:  # else all of this came before training ended
+            _close(trainer, module, data, stop=stop, last=run_dir / FOLDER / LAST)
     result = {**_result(module, data), "stopped_by": stop.name}
     if trainer.is_global_zero and not trainer.global_step:
         forget_facts(run_dir)  # nothing was trained: the same command may be given again
@@ -192,6 +212,18 @@ def _fit(
         write_json(run_dir / RESULT, result)
         _log_final(trainer, config, result)
     return Fitted(run_dir=run_dir, module=module, result=result)
+
+
+def _close(
+    trainer: L.Trainer, module: TransformerXLModule, data: TextDataModule, *, stop: GracefulStop, last: Path
+) -> None:
+    """Write `last`, and validate the final weights if nobody has."""
+    module.show_average()  # also if there was nothing left to train
+    trainer.save_checkpoint(last)
+    if "valid" in data.data.splits and stop.name is None and module.validated_at != trainer.global_step:
+        trainer.validate(module, datamodule=data, verbose=False)
+        keep_if_best(trainer, loss=module.scores["val"]["loss"])
+        trainer.save_checkpoint(last)  # which knows of it
 
 
 def show_result(fitted: Fitted) -> None:
@@ -223,6 +255,8 @@ def _callbacks(config: Config, data: TextDataModule, stop: GracefulStop) -> list
         save_every_minutes=config.trainer.save_every_minutes,
         save_top_k=config.trainer.save_top_k,
     )
+    if config.strategy.sharded:
+        kept.append(EndInside(Path(config.run_dir) / FOLDER / LAST, stop, has_valid=has_valid))
     return [*chosen, stop, *kept]
 
 
@@ -230,7 +264,7 @@ def _result(module: TransformerXLModule, data: TextDataModule) -> dict[str, Any]
     return {
         "steps": module.trainer.global_step,
         "validated_at_step": module.validated_at if "val" in module.scores else None,
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "parameters": n_parameter(module),
         "tokens": module.clock.tokens,
         "train_seconds": module.clock.seconds,
         "tokens_per_second": module.clock.rate(),

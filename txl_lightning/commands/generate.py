@@ -73,7 +73,7 @@ def vocab_of(ckpt: str) -> Vocab:
     Raises:
         ConfigError: it holds none: it was imported, or trained on a data module of the user's own.
     """
-    own = read_checkpoint(ckpt)["txl_lightning"]
+    own = read_checkpoint(ckpt, weights=False)["txl_lightning"]
     if own.get("vocab") is not None:
         return from_dict(own["vocab"])
     stored = own["config"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import lightning.pytorch as L
 
-from txl_lightning.config import Config
+from txl_lightning.config import Config, StrategyConfig
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.training.datamodule import TextDataModule
 from txl_lightning.training.module import TransformerXLModule
@@ -56,7 +56,7 @@ def evaluate(config: Config, model: TransformerXL, *, split: str, callbacks: Seq
     data = TextDataModule(config, test_split=split)
     n_target = len(data.data.require(split)) - 1
     module = TransformerXLModule(config, model=model)
-    trainer = build_trainer(config, callbacks=callbacks)
+    trainer = build_trainer(_without_engine(config), callbacks=callbacks)
     start = time.perf_counter()
     trainer.test(module, datamodule=data, verbose=False)
     seconds = time.perf_counter() - start
@@ -77,3 +77,12 @@ def evaluate(config: Config, model: TransformerXL, *, split: str, callbacks: Seq
         seconds=seconds,
         tokens_per_second=n_target / seconds,
     )
+
+
+def _without_engine(config: Config) -> Config:
+    """The same with DDP for DeepSpeed: there is no optimizer whose state could be divided."""
+    keys = config.strategy
+    if not keys.sharded:
+        return config
+    name = "ddp" if config.trainer.devices * config.trainer.num_nodes > 1 else "auto"
+    return replace(config, strategy=StrategyConfig(name=name, timeout_s=keys.timeout_s))

@@ -31,7 +31,11 @@ class Window:
         Lightning steps after batch i if i + 1 divides by it, and clears gradients before batch i if i does. So this
         makes it step after the last segment only, and clear nothing but the first batch of an epoch.
         """
-        return batch_idx + 1 if segment + 1 == self.stop else batch_idx + 2
+        return batch_idx + 1 if self.ends_with(segment) else batch_idx + 2
+
+    def ends_with(self, segment: int) -> bool:
+        """Whether a segment is the last one."""
+        return segment + 1 == self.stop
 
 
 def next_window(batch: Batch, layout: Any, *, segments: int) -> Window:

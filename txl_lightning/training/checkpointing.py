@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,8 +15,10 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
 from txl_lightning.checkpoints import BEST, FOLDER, LAST, manifest
+from txl_lightning.training import folders
 from txl_lightning.training.module import NonFiniteLoss
-from txl_lightning.training.stopping import Stopped, StoppedNow
+from txl_lightning.training.stopping import GracefulStop, Stopped, StoppedNow
+from txl_lightning.training.strategies import is_sound
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -39,11 +40,12 @@ class WholeFiles(TorchCheckpointIO):
                 os.fsync(file.fileno())
             if target.parent.name == FOLDER:
                 manifest.note(target, size=part.stat().st_size, sha256=hashed.digest.hexdigest())
-                _keep_previous(target)
+                if target.name == LAST:
+                    manifest.keep_previous(target)
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)
-        _sync_folder(target.parent)
+        manifest.sync_folder(target.parent)
 
 
 class _Hashed:
@@ -58,28 +60,6 @@ class _Hashed:
 
     def flush(self) -> None:
         self.file.flush()
-
-
-def _keep_previous(target: Path) -> None:
-    """Give the `last` there is a second name, so that it outlives its successor's arrival."""
-    if target.name != LAST or not target.exists():
-        return
-    part = target.with_name(f".{manifest.PREVIOUS}.part")
-    part.unlink(missing_ok=True)
-    try:
-        os.link(target, part)
-    except OSError:  # a file system without links
-        shutil.copyfile(target, part)
-    part.replace(target.with_name(manifest.PREVIOUS))
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def checkpoint_callbacks(
@@ -152,8 +132,10 @@ class KeepBest(Checkpoint):
             trainer.save_checkpoint(self._of_step(step))
         if self.ranking[0] == [loss, step]:
             trainer.save_checkpoint(self.folder / BEST)
-        for _, old in dropped if trainer.is_global_zero else []:
-            self._of_step(int(old)).unlink(missing_ok=True)
+        if trainer.is_global_zero:
+            for _, old in dropped:
+                self._of_step(int(old)).unlink(missing_ok=True)
+            folders.remove_unused(self.folder)
 
     def _of_step(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}.ckpt"
@@ -164,6 +146,23 @@ def keep_if_best(trainer: L.Trainer, *, loss: float) -> None:
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, KeepBest):
             callback.consider(trainer, loss=loss)
+
+
+class EndInside(Checkpoint):
+    """Under DeepSpeed: the closing validation and the last write of `last` come before training ends.
+
+    Afterwards the engine, and with it the optimizer's state, is gone.
+    """
+
+    def __init__(self, path: Path, stop: GracefulStop, *, has_valid: bool) -> None:
+        self.path, self.stop, self.has_valid = path, stop, has_valid
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        if pl_module.at_border and trainer.global_step >= trainer.max_steps and self.stop.name is None:
+            trainer.should_stop = self.has_valid  # lightning then validates once more
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
 
 
 class SaveOnError(L.Callback):
@@ -180,5 +179,5 @@ class SaveOnError(L.Callback):
         together = trainer.world_size == 1 or isinstance(exception, (NonFiniteLoss, Stopped))
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         wanted = fitting and together and trainer.global_step > 0 and not isinstance(exception, StoppedNow)
-        if wanted and all(bool(weight.isfinite().all()) for weight in pl_module.parameters()):
+        if wanted and is_sound(pl_module):
             trainer.save_checkpoint(self.path)

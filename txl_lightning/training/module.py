@@ -21,6 +21,7 @@ from txl_lightning.training.datamodule import TextDataModule
 from txl_lightning.training.lane_state import LaneState, stage_of
 from txl_lightning.training.metrics import TokenLoss, scores
 from txl_lightning.training.optim import Plateau, build_optimizer, build_schedule
+from txl_lightning.training.strategies import engine_of, is_sound
 from txl_lightning.types import Batch, Position, State, detach
 
 
@@ -89,6 +90,8 @@ class TransformerXLModule(L.LightningModule):
         # numbers of targets, lightning by the segments
         n_target = self._window.n_target if self._window is not None else batch.n_target
         share = self.trainer.accumulate_grad_batches / n_target
+        if (engine := engine_of(self.trainer)) is not None:
+            share *= engine.gradient_accumulation_steps()  # by which the engine divides too
         loss = nll * self.trainer.world_size * share
         return loss + sum(out.aux_losses.values()) * batch.n_target * share
 
@@ -145,11 +148,19 @@ class TransformerXLModule(L.LightningModule):
         """
         if self.at_border:
             self.lanes.unmark()
+            self._note_norm_of_engine()
         if self.logs_now():
             self._log_scores("train", self.train_loss)
             self.log_curves({f"memory/{name}": value for name, value in self._reported.items()})
             self.log_curves({"optim/lr": self.optimizers().param_groups[0]["lr"], "optim/grad_norm": self._grad_norm})  # type: ignore[union-attr]
             self._draw_point()
+
+    def _note_norm_of_engine(self) -> None:
+        """The gradient's norm where DeepSpeed's engine clips. It is known only after the update."""
+        engine = engine_of(self.trainer)
+        if engine is not None and (norm := engine.get_global_grad_norm()) is not None:
+            self._grad_norm = torch.as_tensor(norm)
+            self._refuse_ruined_gradient()
 
     def logs_now(self) -> bool:
         """Whether this batch ended an optimizer step at which curves get a point. For `on_train_batch_end` hooks."""
@@ -222,8 +233,15 @@ class TransformerXLModule(L.LightningModule):
         if gradient_clip_val is not None:
             cure = f"set optim.clip={gradient_clip_val} instead"
             raise ConfigError("Trainer.gradient_clip_val", gradient_clip_val, "is not read", cure)
+        engine = engine_of(self.trainer)
+        if engine is not None and (engine.zero_optimization() or not engine.is_gradient_accumulation_boundary()):
+            return
         limit = self.config.optim.clip or float("inf")
         self._grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
+        self._refuse_ruined_gradient()
+
+    def _refuse_ruined_gradient(self) -> None:
+        assert self._grad_norm is not None
         # in fp16 the scaler skips such steps by itself
         if not self._grad_norm.isfinite() and self.trainer.precision != "16-mixed":
             raise NonFiniteLoss(f"gradient is not finite at step {self.trainer.global_step}: {self._cure()}")
@@ -382,13 +400,16 @@ class TransformerXLModule(L.LightningModule):
     def _accumulate(self, window: list[Batch], batch_idx: int, *, begins: bool) -> None:
         """Begin or go on with an optimizer step over several segments."""
         if begins:
-            self.zero_grad()
+            if engine_of(self.trainer) is None:  # it has done so by itself
+                self.zero_grad()
             layout = getattr(self.trainer.train_dataloader, "layout", None)
             segments = self.config.trainer.segments_of_step(self.trainer.global_step)
             self._window = next_window(window[0], layout, segments=segments)
         assert self._window is not None
         segment = window[-1].position.segment
         self.trainer.accumulate_grad_batches = self._window.batches_for_lightning(segment, batch_idx)
+        if (engine := engine_of(self.trainer)) is not None:
+            engine.set_gradient_accumulation_boundary(self._window.ends_with(segment))
 
     def _refuse_non_finite(self, losses_BT: Tensor) -> None:
         bad_B = ~losses_BT.detach().isfinite().all(dim=1)
@@ -401,7 +422,7 @@ class TransformerXLModule(L.LightningModule):
 
     def _cure(self) -> str:
         """What became of the weights, and what to change."""
-        sound = all(bool(weight.isfinite().all()) for weight in self.parameters())
+        sound = is_sound(self)
         kept = "the weights before this step are saved" if sound else "the weights are ruined and not saved"
         kept = kept if self.trainer.global_step else "no step was made, so nothing is saved"
         optim, precision = self.config.optim, str(self.trainer.precision)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import datetime
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +14,12 @@ from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.strategies import DDPStrategy
 
 from txl_lightning.checkpoints.manifest import replace_text
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.ranks import is_first_rank
 from txl_lightning.training.checkpointing import WholeFiles
+from txl_lightning.training.strategies import build_strategy, check_strategy
 
 
 def build_trainer(config: Config, *, callbacks: Sequence[L.Callback] = (), loggers: Sequence[Logger] = ()) -> L.Trainer:
@@ -31,7 +30,7 @@ def build_trainer(config: Config, *, callbacks: Sequence[L.Callback] = (), logge
         accelerator=keys.accelerator,
         devices=keys.devices,
         num_nodes=keys.num_nodes,
-        strategy=_strategy(config),
+        strategy=build_strategy(config, device=device_kind(config)),
         precision=resolve_precision(config),  # type: ignore[arg-type]
         max_steps=keys.max_steps,
         max_epochs=-1,
@@ -127,6 +126,7 @@ def check_devices(config: Config) -> None:
         raise ConfigError("trainer.devices", config.trainer.devices, f"{kind} has {count}", f"use at most {count}")
     if config.trainer.precision == "16-mixed" and kind == "cpu":
         raise ConfigError("trainer.precision", "16-mixed", "the cpu cannot train in fp16", "use bf16-mixed or 32-true")
+    check_strategy(config, device=kind)
 
 
 def resolve_precision(config: Config) -> str:
@@ -140,9 +140,3 @@ def resolve_precision(config: Config) -> str:
         "mps": lambda: False,
     }
     return "bf16-mixed" if native[kind]() else "32-true"
-
-
-def _strategy(config: Config) -> Any:
-    if config.strategy.name == "auto":
-        return "auto"
-    return DDPStrategy(timeout=datetime.timedelta(seconds=config.strategy.timeout_s))

@@ -1,0 +1,245 @@
+"""How ranks work together: DDP, and DeepSpeed's ZeRO on GPUs and on the CPU."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.strategies.strategy import Strategy
+
+from txl_lightning.config import Config, ConfigError, StrategyConfig
+from txl_lightning.errors import suggest
+from txl_lightning.training import folders
+
+OWNED = {
+    "train_batch_size": "data.batch_size",
+    "train_micro_batch_size_per_gpu": "data.batch_size",
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "managed_gradient_accumulation": "trainer.accumulate_grad_batches",
+    "gradient_clipping": "optim.clip",
+    "optimizer": "optim.name",
+    "scheduler": "optim.schedule",
+    "fp16": "trainer.precision",
+    "bf16": "trainer.precision",
+    "bfloat16": "trainer.precision",
+    "torch_autocast": "trainer.precision",
+    "checkpoint": "trainer.save_every_steps",
+    "zero_allow_untested_optimizer": "optim.name",
+}
+"""Keys of DeepSpeed that a key of ours decides."""
+
+OWNED_OF_ZERO = {
+    "stage": "strategy.stage",
+    "offload_optimizer": "strategy.offload_optimizer",
+    "offload_param": "strategy.offload_parameters",
+}
+
+KNOWN = (
+    *("zero_optimization", "zero_force_ds_cpu_optimizer", "communication_data_type", "prescale_gradients"),
+    *("gradient_predivide_factor", "disable_allgather", "steps_per_print", "wall_clock_breakdown", "memory_breakdown"),
+    *("dump_state", "activation_checkpointing", "aio", "flops_profiler", "comms_logger", "data_types", "timers"),
+    *("seq_parallel_communication_data_type", "log_level", "disable_python_gc"),
+)
+"""Keys of DeepSpeed that a user's JSON may hold beside them."""
+
+
+def build_strategy(config: Config, *, device: str) -> str | Strategy:
+    """What `L.Trainer(strategy=...)` takes. `device`: the kind that will be used."""
+    keys = config.strategy
+    if keys.name == "auto":
+        return "auto"
+    timeout = datetime.timedelta(seconds=keys.timeout_s)
+    if keys.name == "ddp":
+        return DDPStrategy(timeout=timeout)
+    _prepare_import(device)
+    return FolderDeepSpeed(settings(config, device=device), timeout=timeout, title=keys.title)
+
+
+def check_strategy(config: Config, *, device: str) -> None:
+    """DeepSpeed and what it needs are here, and its JSON can be used. Raises ConfigError."""
+    keys = config.strategy
+    if not keys.sharded:
+        return
+    if device == "mps":
+        raise ConfigError("strategy", keys.title, "DeepSpeed has no use for mps", "set trainer.accelerator=cpu")
+    if shutil.which("g++") is None and device == "cpu":
+        cure = "install a C++ compiler that is called g++"
+        raise ConfigError("strategy", keys.title, "on the cpu DeepSpeed compiles how its ranks talk", cure)
+    _prepare_import(device)
+    settings(config, device=device)
+    try:
+        import deepspeed  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("strategy", keys.title, f"DeepSpeed cannot be loaded: {error}", "use strategy=ddp") from error
+
+
+def _prepare_import(device: str) -> None:
+    """Say what DeepSpeed looks up when it is imported."""
+    if device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+def settings(config: Config, *, device: str) -> dict[str, Any]:
+    """DeepSpeed's configuration: ours, with the user's JSON on top. Raises ConfigError."""
+    keys = config.strategy
+    ours: dict[str, Any] = {
+        "gradient_accumulation_steps": config.trainer.accumulate_grad_batches,
+        "train_micro_batch_size_per_gpu": 1,  # for its own reports
+        # with nothing divided each rank has its gradients at hand, and we clip as everywhere else
+        "gradient_clipping": config.optim.clip if _engine_clips(config) else 0.0,
+        "zero_allow_untested_optimizer": True,  # those that would come to other weights are refused
+        "zero_force_ds_cpu_optimizer": False,  # torch's own: its results are those of one process
+    }
+    theirs = _read(keys)
+    zero = {**_zero(keys, device=device), **theirs.pop("zero_optimization", {})}
+    return {**ours, **theirs, **({"zero_optimization": zero} if keys.stage else {})}
+
+
+def _engine_clips(config: Config) -> bool:
+    return bool(config.strategy.stage) or config.trainer.precision != "32-true"
+
+
+def _zero(keys: StrategyConfig, *, device: str) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": keys.stage, "contiguous_gradients": True}
+    if keys.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device == "cuda"}
+    if keys.offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": device == "cuda"}
+    if device != "cpu":
+        return {**zero, "overlap_comm": True}
+    # there is nothing to overlap with, and what is small on a GPU is large here: everything is divided
+    small = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000, "overlap_comm": False}
+    return {**zero, **small, **({"stage3_param_persistence_threshold": 0} if keys.stage == 3 else {})}
+
+
+def _read(keys: StrategyConfig) -> dict[str, Any]:
+    """What the user's JSON says, if it says nothing that is not its business. Raises ConfigError."""
+    if keys.config is None:
+        return {}
+    try:
+        held = json.loads(Path(os.path.expanduser(keys.config)).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise keys.refuse("config", f"cannot be read: {error.strerror}", "give a JSON file") from error
+    except ValueError as error:
+        raise keys.refuse("config", f"is no JSON: {error}", "give a JSON file") from error
+    if not isinstance(held, dict) or not isinstance(held.get("zero_optimization", {}), dict):
+        raise keys.refuse("config", "holds no JSON object of settings", "give DeepSpeed's settings by name")
+    _refuse(keys, held, known=KNOWN, owned=OWNED, prefix="")
+    zero = held.get("zero_optimization", {})
+    if zero.get("stage") == keys.stage:
+        zero = {name: value for name, value in zero.items() if name != "stage"}
+    _refuse(keys, zero, known=_zero_keys(), owned=OWNED_OF_ZERO, prefix="zero_optimization.")
+    if zero and not keys.stage:
+        raise keys.refuse("config", "zero_optimization has no use in stage 0", "leave it out, or set strategy.stage")
+    return {**held, "zero_optimization": zero}
+
+
+def _refuse(
+    keys: StrategyConfig, held: Mapping[str, Any], *, known: tuple[str, ...], owned: Mapping[str, str], prefix: str
+) -> None:
+    for name in held:
+        if name in owned:
+            rule = f"{prefix}{name} is decided by {owned[name]}"
+            raise keys.refuse("config", rule, f"take it out of the file and set {owned[name]}")
+        if name not in known:
+            raise keys.refuse("config", f"DeepSpeed has no key {prefix}{name}", suggest(str(name), known))
+
+
+def _zero_keys() -> tuple[str, ...]:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    return tuple({*fields, *(str(field.alias) for field in fields.values() if field.alias)})
+
+
+class FolderDeepSpeed(DeepSpeedStrategy):
+    """DeepSpeed's engine, also on CPUs (over gloo), with checkpoints as folders that are whole or not there.
+
+    Lightning refuses CPUs, for no need: devices with an index are enough. Nothing is unpickled that is more than
+    numbers and DeepSpeed's own plain records.
+
+    Args:
+        config: DeepSpeed's settings.
+        timeout: how long a rank waits for the others.
+        title: what a user calls this strategy.
+    """
+
+    def __init__(self, config: dict[str, Any], *, timeout: datetime.timedelta, title: str) -> None:
+        super().__init__(config=config, timeout=timeout, logging_level=logging.ERROR)
+        self.title = title
+
+    def setup_environment(self) -> None:
+        """Number the CPUs: DeepSpeed takes devices by their index."""
+        assert self.parallel_devices is not None
+        if self.parallel_devices[0].type == "cpu":
+            self.parallel_devices = [torch.device("cpu", index) for index in range(len(self.parallel_devices))]
+            _find_ninja()
+        DDPStrategy.setup_environment(self)
+
+    def _format_batch_size_and_grad_accum_config(self) -> None:
+        """It is all in the settings: the module tells the engine where a step ends."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Every rank writes its part; `filepath` becomes the name of the whole. Every rank must call it."""
+        target = Path(self.broadcast(str(filepath)))
+        folder = Path(self.broadcast(str(folders.new_place(target, step=checkpoint["global_step"]))))
+        part = folder.with_name(f".{folder.name}.part")
+        client = {name: held for name, held in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        self.deepspeed_engine.save_checkpoint(str(part), client_state=client, tag=folders.TAG)
+        found = self._of_all_ranks(folders.flushed(part, rank=self.global_rank, world=self.world_size))
+        if self.is_global_zero:
+            folders.give_name(part, folder, target, files={name: facts for own in found for name, facts in own.items()})
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """What was stored beside weights and optimizer state, which the engine takes over."""
+        from txl_lightning.checkpoints import zero
+
+        with zero.restricted_loading():
+            return super().load_checkpoint(Path(checkpoint_path).resolve(), weights_only)
+
+    def _of_all_ranks(self, own: Any) -> list[Any]:
+        found: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(found, own)
+        return found
+
+
+def engine_of(trainer: L.Trainer) -> Any:
+    """DeepSpeed's engine while it trains, or None."""
+    strategy = trainer.strategy
+    return strategy.model if isinstance(strategy, FolderDeepSpeed) and trainer.state.fn == "fit" else None
+
+
+def parts_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """What this rank holds of each weight: all of it, but under ZeRO 3."""
+    return [getattr(parameter, "ds_tensor", parameter) for parameter in module.parameters()]
+
+
+def n_parameter(module: torch.nn.Module) -> int:
+    """Parameters of the whole module, also where ranks hold shares of them."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
+
+
+def is_sound(module: L.LightningModule) -> bool:
+    """Whether all weights are finite. Under ZeRO 3 every rank must call it."""
+    own = all(bool(part.isfinite().all()) for part in parts_of(module))
+    divided = any(hasattr(parameter, "ds_tensor") for parameter in module.parameters())
+    return module.trainer.strategy.reduce_boolean_decision(own, all=True) if divided else own
+
+
+def _find_ninja() -> None:
+    """Let DeepSpeed find the `ninja` that was installed with it, also where its environment is not activated."""
+    beside = os.path.dirname(sys.executable)
+    if shutil.which("ninja") is None and os.path.exists(os.path.join(beside, "ninja")):
+        os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{beside}"
