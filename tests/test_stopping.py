@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,34 @@ def test_one_failing_rank_does_not_make_the_others_wait(tmp_path: Path) -> None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode not in (0, 2, 75, 130)
     assert "rank 1 broke" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_sigterm_under_deepspeed_saves_and_asks_for_a_requeue(tmp_path: Path) -> None:
+    """Sent to the first of two ranks; the run then goes on."""
+    keys = ["trainer.devices=2", "strategy=deepspeed_zero2", "trainer.max_steps=100000", "trainer.save_every_steps=5"]
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    with (tmp_path / "out").open("w") as out:
+        command = [sys.executable, "-m", "txl_lightning", *fit_arguments(tmp_path, *keys, "optim.schedule=constant")]
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=out)
+        try:
+            while process.poll() is None and not last.exists():
+                time.sleep(0.2)
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(timeout=240)
+        finally:
+            process.kill()
+    said = (tmp_path / "out").read_text()
+    assert code == 75, said
+    assert "Traceback" not in said and "stopped by SIGTERM" in said
+    from txl_lightning.checkpoints import read_step
+
+    steps = read_step(str(last))
+    assert steps >= 5 and json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == steps
+    more = ["fit", "resume=run", f"trainer.stop_at_step={steps + 2}"]
+    done = subprocess.run([sys.executable, "-m", "txl_lightning", *more], cwd=tmp_path, timeout=240)
+    assert done.returncode == 0 and read_step(str(last)) == steps + 2
+    assert sorted(path.name for path in last.parent.iterdir() if path.is_dir() and not path.is_symlink()) == sorted(
+        {os.readlink(link) for link in last.parent.iterdir() if link.is_symlink()}
+    )

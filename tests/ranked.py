@@ -1,0 +1,102 @@
+"""Several training runs one after the other in the ranks of one launch: imports and engines are slow to start.
+
+    python -m tests.ranked FOLDER        as a rank: reads FOLDER/jobs.json, runs them
+
+`launch` starts the ranks as torchrun or a cluster would, and gives what each job found on each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 1200
+
+
+def launch(folder: Path, jobs: list[dict[str, Any]], *, world: int) -> dict[str, list[Any]]:
+    """Run jobs in `world` processes; by the job's name a list with what each rank found.
+
+    A job has a `name`, `overrides` of `tiny_config` and what to `do`: "fit", "resume" or "eval" (of `ckpt`; the first
+    rank makes that file of the run `convert` first, if it is named). A fit finds every training loss of its rank.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "NODE_RANK": "0"}
+    ranks = []
+    for rank in range(world):
+        own = {"LOCAL_RANK": str(rank), **common} if world > 1 else {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.ranked", str(folder)]
+        with (folder / f"out.{rank}").open("w") as out:
+            ranks.append(subprocess.Popen(command, env={**os.environ, **own}, stdout=out, stderr=out))
+    killer = threading.Timer(TIMEOUT_S, lambda: [rank.kill() for rank in ranks])
+    killer.start()
+    try:
+        codes = [_joined(ranks, number) for number in range(world)]
+    finally:
+        killer.cancel()
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0] * world, "\n".join((folder / f"out.{rank}").read_text()[-3000:] for rank in range(world))
+    return {
+        job["name"]: [json.loads((folder / f"{job['name']}.{rank}.json").read_text()) for rank in range(world)]
+        for job in jobs
+    }
+
+
+def _joined(ranks: list[subprocess.Popen[bytes]], number: int) -> int:
+    code = ranks[number].wait()
+    if code:  # the others would wait for it
+        for rank in ranks:
+            rank.kill()
+    return code
+
+
+def main(folder: Path) -> None:
+    """What a rank does."""
+    from txl_lightning.process import quiet_lightning
+
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    with quiet_lightning():
+        for job in json.loads((folder / "jobs.json").read_text()):
+            found = evaluated(folder, job) if job["do"] == "eval" else fitted(folder, job)
+            (folder / f"{job['name']}.{rank}.json").write_text(json.dumps(found))
+
+
+def fitted(folder: Path, job: dict[str, Any]) -> list[float]:
+    from tests.tiny import Losses, tiny_config
+    from txl_lightning.commands.fit import fit
+
+    seen = Losses()
+    config = tiny_config(folder, *job["overrides"])
+    last = f"{config.run_dir}/checkpoints/last.ckpt" if job["do"] == "resume" else None
+    fit(config, resume=last, callbacks=[seen])
+    return seen.values
+
+
+def evaluated(folder: Path, job: dict[str, Any]) -> dict[str, float]:
+    import torch
+
+    from tests.tiny import tiny_config
+    from txl_lightning.checkpoints import load_checkpoint
+    from txl_lightning.commands.convert import convert
+    from txl_lightning.evaluation.cached import evaluate
+
+    config = tiny_config(folder, *job["overrides"])
+    if "convert" in job:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            torch.save(convert(job["convert"]), job["ckpt"])
+        torch.distributed.barrier()
+    return evaluate(config, load_checkpoint(job["ckpt"], config), split="valid").scores
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
