@@ -30,13 +30,14 @@ def launch(folder: Path, jobs: list[dict[str, Any]], *, world: int) -> dict[str,
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "NODE_RANK": "0"}
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "NODE_RANK": "0"}
+    shared = {"OMP_NUM_THREADS": "1", "TXL_CACHE_DIR": str(folder / "cache")}
     ranks = []
     for rank in range(world):
-        own = {"LOCAL_RANK": str(rank), **common} if world > 1 else {"OMP_NUM_THREADS": "1"}
+        own = {"LOCAL_RANK": str(rank), **common} if world > 1 else {}
         command = [sys.executable, "-m", "tests.ranked", str(folder)]
         with (folder / f"out.{rank}").open("w") as out:
-            ranks.append(subprocess.Popen(command, env={**os.environ, **own}, stdout=out, stderr=out))
+            ranks.append(subprocess.Popen(command, env={**os.environ, **shared, **own}, stdout=out, stderr=out))
     killer = threading.Timer(TIMEOUT_S, lambda: [rank.kill() for rank in ranks])
     killer.start()
     try:

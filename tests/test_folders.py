@@ -24,9 +24,7 @@ def write(parent: Path, *, step: int, name: str = "last.ckpt") -> None:
     for rank in range(3):
         (part / "checkpoint" / f"rank_{rank}.pt").write_text(f"step {step}, rank {rank}")
     (part / "latest").write_text("checkpoint")
-    files = {
-        path: facts for rank in range(2) for path, facts in folders.flushed(part, rank=rank, world=2).items()
-    }
+    files = {path: facts for rank in range(2) for path, facts in folders.flushed(part, rank=rank, world=2).items()}
     folders.give_name(part, folder, target, files=files)
 
 
@@ -81,7 +79,9 @@ def die_at(call: int, patch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def test_whenever_the_process_dies_last_leads_to_a_whole_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whenever_the_process_dies_last_leads_to_a_whole_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: set[str] = set()
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # it is counted, and slow
     for call in range(1, 100):

@@ -109,7 +109,7 @@ def clear_padding(held: dict[str, Any]) -> None:
             for shape in group.values():
                 size = -(-shape.numel() // world)
                 real = max(0, min(size, shape.numel() - rank * size))
-                flat.view(-1)[start + real : start + size] = 0
+                flat.detach().view(-1)[start + real : start + size] = 0
                 start += size
             assert start == flat.numel()
 
@@ -120,9 +120,7 @@ def unequal(one: Any, other: Any, path: str = "") -> list[str]:
         return [f"{path}: {type(one)} and {type(other)}"]
     if isinstance(one, dict):
         keys = [] if one.keys() == other.keys() else [f"{path}: {sorted(map(str, one.keys() ^ other.keys()))}"]
-        return keys + [
-            place for key in one if key in other for place in unequal(one[key], other[key], f"{path}/{key}")
-        ]
+        return keys + [place for key in one if key in other for place in unequal(one[key], other[key], f"{path}/{key}")]
     if isinstance(one, (list, tuple)) and len(one) == len(other):
         return [place for i, pair in enumerate(zip(one, other, strict=True)) for place in unequal(*pair, f"{path}/{i}")]
     if isinstance(one, torch.Tensor):

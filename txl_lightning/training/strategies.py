@@ -221,9 +221,14 @@ def engine_of(trainer: L.Trainer) -> Any:
     return strategy.model if isinstance(strategy, FolderDeepSpeed) and trainer.state.fn == "fit" else None
 
 
-def parts_of(module: torch.nn.Module) -> list[torch.Tensor]:
-    """What this rank holds of each weight: all of it, but under ZeRO 3."""
-    return [getattr(parameter, "ds_tensor", parameter) for parameter in module.parameters()]
+def own_part(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What this rank holds of a weight: all of it, but under ZeRO 3."""
+    share = getattr(parameter, "ds_tensor", None)
+    if share is None:
+        return parameter
+    # the last ranks' shares of uneven weights are filled up with whatever was in memory
+    real = int(parameter.ds_numel) - torch.distributed.get_rank() * share.numel()  # type: ignore[attr-defined]
+    return share.flatten()[: max(0, real)]
 
 
 def n_parameter(module: torch.nn.Module) -> int:
@@ -233,7 +238,7 @@ def n_parameter(module: torch.nn.Module) -> int:
 
 def is_sound(module: L.LightningModule) -> bool:
     """Whether all weights are finite. Under ZeRO 3 every rank must call it."""
-    own = all(bool(part.isfinite().all()) for part in parts_of(module))
+    own = all(bool(own_part(parameter).isfinite().all()) for parameter in module.parameters())
     divided = any(hasattr(parameter, "ds_tensor") for parameter in module.parameters())
     return module.trainer.strategy.reduce_boolean_decision(own, all=True) if divided else own
 

@@ -1,0 +1,219 @@
+"""DeepSpeed's settings and the checkpoints it writes: what is refused, what is read, and that nothing in them runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranked import launch
+from tests.tiny import tiny_config, write_corpus
+from txl_lightning import cli
+from txl_lightning.commands.fit import fit
+from txl_lightning.config import ConfigError, load
+from txl_lightning.training.strategies import settings
+
+STEADY = ["trainer.max_steps=6", "trainer.val_check_interval=2", "model.dropout=0", "model.dropatt=0",
+          "logger.csv=true", "trainer.log_every_n_steps=1"]  # fmt: skip
+TWO = ["trainer.devices=2", "trainer.accelerator=cpu"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert cli.main(arguments) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("strategy=ddp strategy.stage=2", "strategy.stage=2: strategy=ddp has none"),
+        ("strategy=ddp strategy.config=x.json", "strategy.config=x.json: strategy=ddp has none"),
+        ("strategy.name=deepspeed", "strategy.stage=null: DeepSpeed needs one"),
+        ("strategy=deepspeed_zero0 strategy.offload_optimizer=true", "strategy.offload_optimizer=true: ZeRO 0 leaves"),
+        ("strategy=deepspeed_zero2 strategy.offload_parameters=true", "strategy.offload_parameters=true: parameters"),
+        ("strategy=deepspeed_zero1 optim.ema=0.9", "optim.ema=0.9: strategy=deepspeed_zero1 keeps no average"),
+        ("strategy=deepspeed_zero3 optim=adafactor", "optim.name=adafactor: looks at whole matrices"),
+        ("strategy=deepspeed_zero0 optim=lamb trainer.precision=bf16-mixed", "optim.name=lamb: looks at whole"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_named(typed: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(typed.split())
+    assert str(error.value).startswith(message)
+
+
+HELD = {
+    "gradient_clipping": (1.0, "gradient_clipping is decided by optim.clip"),
+    "train_batch_size": (8, "train_batch_size is decided by data.batch_size"),
+    "bf16": ({"enabled": True}, "bf16 is decided by trainer.precision"),
+    "optimizer": ({"type": "Adam"}, "optimizer is decided by optim.name"),
+    "zero_optimisation": ({}, "DeepSpeed has no key zero_optimisation; did you mean zero_optimization?"),
+    "zero_optimization": ({"stage": 3}, "zero_optimization.stage is decided by strategy.stage"),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_keys_that_others_decide_and_unknown_ones_are_refused(name: str, tmp_path: Path) -> None:
+    value, message = HELD[name]
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({name: value}))
+    with pytest.raises(ConfigError) as error:
+        settings(load(["strategy=deepspeed_zero2", f"strategy.config={file}"]), device="cpu")
+    assert str(error.value).startswith(f"strategy.config={file}: {message}")
+
+
+def test_a_json_of_one_s_own_lies_on_top_of_ours(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}, "steps_per_print": 9}))
+    config = load(["strategy=deepspeed_zero2", f"strategy.config={file}", "optim.clip=0.5"])
+    found = settings(config, device="cpu")
+    assert found["steps_per_print"] == 9 and found["gradient_clipping"] == 0.5
+    assert found["zero_optimization"]["reduce_bucket_size"] == 7 and found["zero_optimization"]["stage"] == 2
+    file.write_text('{"zero_optimization": {"reduce_bucket_siz": 7}}')
+    with pytest.raises(ConfigError, match=r"no key zero_optimization\.reduce_bucket_siz; did you mean reduce_bucket"):
+        settings(config, device="cpu")
+    for text, message in (("{", "is no JSON"), ("[]", "holds no JSON object")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            settings(config, device="cpu")
+    with pytest.raises(ConfigError, match=r"strategy\.config=\S+: cannot be read: No such file"):
+        settings(load(["strategy=deepspeed_zero2", "strategy.config=nowhere.json"]), device="cpu")
+
+
+def test_offload_and_gpu_settings() -> None:
+    zero = settings(load(["strategy=deepspeed_zero3_offload"]), device="cuda")["zero_optimization"]
+    assert zero["offload_param"]["device"] == zero["offload_optimizer"]["device"] == "cpu" and zero["overlap_comm"]
+    assert "zero_optimization" not in settings(load(["strategy=deepspeed_zero0"]), device="cpu")
+
+
+# with the folder of a run on two ranks
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of 6 steps at stages 2 and 3, with checkpoints on the way."""
+    place = tmp_path_factory.mktemp("trained")
+    write_corpus(place / "corpus.txt", n_byte=3001)
+    keys = [*STEADY, *TWO, "trainer.save_every_steps=3"]
+    jobs: list[dict[str, Any]] = []
+    for stage, more in ((2, ["trainer.save_top_k=2"]), (3, ["model.checkpointing=true"])):
+        mine = [*keys, *more, f"strategy=deepspeed_zero{stage}", f"run_dir={place / f'zero{stage}'}"]
+        jobs.append({"name": f"zero{stage}", "do": "fit", "overrides": mine})
+    launch(place, jobs, world=2)
+    return place
+
+
+@pytest.fixture
+def runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy to spoil."""
+    for name in ("zero2", "zero3"):
+        shutil.copytree(trained / name, tmp_path / name, symlinks=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.distributed
+def test_folders_are_scored_sampled_exported_and_converted(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = ["split=valid", "trainer.devices=1"]
+    for name in ("zero2", "zero3"):
+        live = json.loads((runs / name / "result.json").read_text())["val"]["loss"]
+        assert cli.main(["convert", f"ckpt={name}", f"to={name}.ckpt"]) == 0
+        for number, ckpt in enumerate((name, f"{name}.ckpt", f"{name}/checkpoints/best.ckpt")):
+            assert cli.main(["eval", f"ckpt={ckpt}", *alone, f"out={number}.json"]) == 0
+        found = [json.loads((runs / f"{number}.json").read_text())["scores"]["loss"] for number in range(3)]
+        assert found[0] == found[1]
+        assert found == pytest.approx([live] * 3, rel=1e-6)
+        capsys.readouterr()
+        assert cli.main(["generate", f"ckpt={name}", "prompt=the", "tokens=5"]) == 0
+        assert capsys.readouterr().out.startswith("the")
+        assert cli.main(["export", f"ckpt={name}", f"to={name}.safetensors", "layout=authors"]) == 0
+        held = torch.load(runs / f"{name}.ckpt", weights_only=True)
+        weights = held["state_dict"]
+        assert all(weight.dtype == torch.float32 for weight in weights.values())
+        assert weights["model.embedding.tables.0.weight"].data_ptr() == weights["model.softmax.weights.0"].data_ptr()
+    ranking = torch.load(runs / "zero2.ckpt", weights_only=True)["global_step"]
+    assert ranking == 6 and len(list((runs / "zero2" / "checkpoints").glob("step_*.ckpt"))) == 2
+    assert "is the checkpoint itself" in refused(capsys, "convert", "ckpt=zero2.ckpt", "to=zero2.ckpt")
+
+
+@pytest.mark.distributed
+def test_what_shares_of_the_optimizer_do_not_fit_is_refused_before_training(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(str(path) for path in runs.rglob("*"))
+    cure = "or take its weights alone: txl convert ckpt="
+    for typed in (["strategy=deepspeed_zero3"], ["strategy=ddp"], ["strategy=auto", "trainer.devices=1"]):
+        said = refused(capsys, "fit", "resume=zero2", *typed)
+        assert "optimizer state in 2 shares of deepspeed_zero2, which no other can use" in said and cure in said
+    said = refused(capsys, "fit", "resume=zero3", "trainer.devices=1")
+    assert (
+        "trainer.devices=1: the run to go on with" in said and "set strategy=deepspeed_zero3 trainer.devices=2" in said
+    )
+    assert sorted(str(path) for path in runs.rglob("*")) == before
+    (runs / "zero2" / "checkpoints" / "last.ckpt").unlink()
+    assert cli.main(["convert", "ckpt=zero3", "to=zero2/checkpoints/last.ckpt"]) == 0
+    assert "holds weights alone, no optimizer state" in refused(capsys, "fit", "resume=zero2")
+
+
+@pytest.mark.distributed
+def test_a_damaged_folder_is_refused_and_the_one_before_offered(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = runs / "zero2" / "checkpoints" / "last.ckpt"
+    share = next(last.rglob("zero_pp_rank_1_*_optim_states.pt"))
+    held = bytearray(share.read_bytes())
+    held[len(held) // 2] ^= 1
+    share.write_bytes(held)
+    for key, arguments in {"resume": ["fit"], "ckpt": ["eval", "split=valid"]}.items():
+        said = refused(capsys, *arguments, f"{key}=zero2")
+        assert "last.ckpt is damaged: its size or content is not what the manifest says" in said
+        assert f"give the one before it: {key}=" in said and "previous.ckpt" in said
+    assert cli.main(["convert", "ckpt=zero2/checkpoints/previous.ckpt", "to=before.ckpt"]) == 0
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch hostile-code-ran",)
+
+
+@pytest.mark.distributed
+def test_a_folder_cannot_run_code_until_it_is_trusted(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = (runs / "zero2" / "checkpoints" / "last.ckpt").resolve()
+    (folder / "manifest.json").unlink()
+    assert cli.main(["convert", f"ckpt={folder}", "to=a.ckpt"]) == 0  # as plain as with it
+    file = next(folder.rglob("mp_rank_00_model_states.pt"))
+    held = torch.load(file, weights_only=False)
+    torch.save({**held, "lr_scheduler": Hostile()}, file)
+    for arguments in (["convert", "to=b.ckpt"], ["eval", "split=valid"], ["generate", "prompt=a"]):
+        said = refused(capsys, *arguments, f"ckpt={folder}")
+        assert "holds more than numbers and would run code on loading" in said and "trust=true" in said
+    assert "trust=true" in refused(capsys, "fit", "resume=zero2")
+    assert not (runs / "hostile-code-ran").exists()
+    assert cli.main(["convert", f"ckpt={folder}", "to=b.ckpt", "trust=true"]) == 0
+    assert (runs / "hostile-code-ran").exists()
+    assert "trust=true" in refused(capsys, "convert", f"ckpt={folder}", "to=c.ckpt")
+
+
+@pytest.mark.distributed
+def test_losses_and_gradient_norms_are_those_of_one_process(trained: Path, tmp_path: Path) -> None:
+    fit(tiny_config(trained, *STEADY, f"run_dir={tmp_path / 'one'}"))
+    for stage in (2, 3):
+        for name, tolerance in (
+            ("train/loss", 1e-5),
+            ("optim/grad_norm", 1e-4),
+            ("optim/lr", 1e-12),
+            ("val/loss", 1e-5),
+        ):
+            one, here = (curve(run, name) for run in (tmp_path / "one", trained / f"zero{stage}"))
+            assert len(one) == (3 if name == "val/loss" else 6)
+            assert here == pytest.approx(one, rel=tolerance)
+
+
+def curve(run: Path, name: str) -> list[float]:
+    with (run / "csv" / "metrics.csv").open() as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
