@@ -15,23 +15,26 @@ from txl_lightning.checkpoints.manifest import is_damaged, remove_parts
 from txl_lightning.training import folders
 
 
+SHARE = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+
+
 def write(parent: Path, *, step: int, name: str = "last.ckpt") -> None:
-    """What two ranks and DeepSpeed do."""
+    """What three ranks and DeepSpeed do."""
     target = parent / name
     folder = folders.new_place(target, step=step)
     part = folder.with_name(f".{folder.name}.part")
     (part / "checkpoint").mkdir(parents=True)
     for rank in range(3):
-        (part / "checkpoint" / f"rank_{rank}.pt").write_text(f"step {step}, rank {rank}")
+        (part / "checkpoint" / SHARE.format(rank)).write_text(f"step {step}, rank {rank}")
     (part / "latest").write_text("checkpoint")
-    files = {path: facts for rank in range(2) for path, facts in folders.flushed(part, rank=rank, world=2).items()}
+    files = {path: facts for rank in range(3) for path, facts in folders.flushed(part, rank=rank).items()}
     folders.give_name(part, folder, target, files=files)
 
 
 def steps(parent: Path) -> dict[str, str]:
     """What each link leads to."""
     return {
-        link.name: (link / "checkpoint" / "rank_1.pt").read_text() for link in parent.iterdir() if link.is_symlink()
+        link.name: (link / "checkpoint" / SHARE.format(1)).read_text() for link in parent.iterdir() if link.is_symlink()
     }
 
 
@@ -124,7 +127,7 @@ def test_a_changed_missing_or_cut_file_is_damage(tmp_path: Path) -> None:
         parent.mkdir()
         write(parent, step=4)
         assert not is_damaged(parent / "last.ckpt")
-        harm(parent / "last.ckpt" / "checkpoint" / "rank_1.pt")
+        harm(parent / "last.ckpt" / "checkpoint" / SHARE.format(1))
         assert is_damaged(parent / "last.ckpt")
 
 

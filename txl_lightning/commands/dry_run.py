@@ -67,9 +67,7 @@ def needs(config: Config) -> Needs:
     found = Needs(
         parameters=count,
         memory_parameters=count - config.model.num_params(),
-        parameter_bytes=weights,
-        gradient_bytes=weights,
-        optimizer_bytes=optimizer_bytes(weights, config.optim),
+        **_weight_bytes(config, weights, bf16=precision == "bf16-mixed"),
         state_bytes=n_byte(state),
         activation_bytes=one_segment * keys.bptt_segments,  # one backward pass goes through all of them
         steps_per_epoch=steps_per_epoch,
@@ -82,6 +80,30 @@ def needs(config: Config) -> Needs:
         cure = "lower data.batch_size, data.segment_len or memory.mem_len, or set model.checkpointing=true"
         raise ConfigError("data.batch_size", config.data.batch_size, rule, cure)
     return found
+
+
+def _weight_bytes(config: Config, weights: int, *, bf16: bool) -> dict[str, int]:
+    """What parameters, gradients and optimizer take on the device of one rank.
+
+    Args:
+        config: the whole configuration.
+        weights: bytes of all parameters.
+        bf16: DeepSpeed turns them to bfloat16.
+    """
+    keys, own = config.strategy, weights
+    optimizer = optimizer_bytes(weights, config.optim)
+    if keys.sharded and (bf16 or keys.stage):
+        own = weights // 2 if bf16 else weights
+        optimizer += weights  # the float32 copy that is updated
+    if keys.offload_optimizer and device_kind(config) != "cpu":
+        optimizer = 0
+    stage = keys.stage or 0
+    share = config.trainer.devices * config.trainer.num_nodes
+    return {
+        "parameter_bytes": own if stage < 3 else -(-own // share),
+        "gradient_bytes": own if stage < 2 else -(-own // share),
+        "optimizer_bytes": optimizer if stage < 1 else -(-optimizer // share),
+    }
 
 
 def show_needs(config: Config) -> None:

@@ -158,8 +158,9 @@ class EndInside(Checkpoint):
         self.path, self.stop, self.has_valid = path, stop, has_valid
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
-        if pl_module.at_border and trainer.global_step >= trainer.max_steps and self.stop.name is None:
-            trainer.should_stop = self.has_valid  # lightning then validates once more
+        if pl_module.at_border and trainer.global_step >= trainer.max_steps and self.has_valid:
+            stopped = trainer.strategy.reduce_boolean_decision(self.stop.name is not None, all=False)
+            trainer.should_stop = not stopped  # lightning then validates once more
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.save_checkpoint(self.path)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -31,10 +32,19 @@ def new_place(target: Path, *, step: int) -> Path:
     return next(place for place in places if not place.exists())
 
 
-def flushed(part: Path, *, rank: int, world: int) -> dict[str, Facts]:
-    """Flush this rank's share of the files of a folder to disk: sizes and hashes by path within it."""
-    files = sorted(path for path in part.rglob("*") if path.is_file())
-    return {path.relative_to(part).as_posix(): manifest.flush(path) for path in files[rank::world]}
+def flushed(part: Path, *, rank: int) -> dict[str, Facts]:
+    """Flush the files that this rank wrote to disk: sizes and hashes by path within the folder.
+
+    Not those of others: on a network file system they may not be seen here yet.
+    """
+    files = [path for path in part.rglob("*") if path.is_file() and _writer(path) == rank]
+    return {path.relative_to(part).as_posix(): manifest.flush(path) for path in sorted(files)}
+
+
+def _writer(file: Path) -> int:
+    """The rank that wrote a file of DeepSpeed's: the first one all that belong to no rank."""
+    found = re.search(r"zero_pp_rank_(\d+)_", file.name)
+    return int(found.group(1)) if found else 0
 
 
 def give_name(part: Path, folder: Path, target: Path, *, files: dict[str, Facts]) -> None:

@@ -21,7 +21,7 @@ from txl_lightning.training.datamodule import TextDataModule
 from txl_lightning.training.lane_state import LaneState, stage_of
 from txl_lightning.training.metrics import TokenLoss, scores
 from txl_lightning.training.optim import Plateau, build_optimizer, build_schedule
-from txl_lightning.training.strategies import engine_of, is_sound
+from txl_lightning.training.strategies import clips_itself, engine_of, is_sound
 from txl_lightning.types import Batch, Position, State, detach
 
 
@@ -234,7 +234,7 @@ class TransformerXLModule(L.LightningModule):
             cure = f"set optim.clip={gradient_clip_val} instead"
             raise ConfigError("Trainer.gradient_clip_val", gradient_clip_val, "is not read", cure)
         engine = engine_of(self.trainer)
-        if engine is not None and (engine.zero_optimization() or not engine.is_gradient_accumulation_boundary()):
+        if engine is not None and (clips_itself(engine) or not engine.is_gradient_accumulation_boundary()):
             return
         limit = self.config.optim.clip or float("inf")
         self._grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)

@@ -197,7 +197,7 @@ class FolderDeepSpeed(DeepSpeedStrategy):
         part = folder.with_name(f".{folder.name}.part")
         client = {name: held for name, held in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
         self.deepspeed_engine.save_checkpoint(str(part), client_state=client, tag=folders.TAG)
-        found = self._of_all_ranks(folders.flushed(part, rank=self.global_rank, world=self.world_size))
+        found = self._of_all_ranks(folders.flushed(part, rank=self.global_rank))
         if self.is_global_zero:
             folders.give_name(part, folder, target, files={name: facts for own in found for name, facts in own.items()})
         self.barrier()
@@ -219,6 +219,11 @@ def engine_of(trainer: L.Trainer) -> Any:
     """DeepSpeed's engine while it trains, or None."""
     strategy = trainer.strategy
     return strategy.model if isinstance(strategy, FolderDeepSpeed) and trainer.state.fn == "fit" else None
+
+
+def clips_itself(engine: Any) -> bool:
+    """Whether DeepSpeed's engine has the gradients where only it can clip them."""
+    return bool(engine.zero_optimization() or engine.bfloat16_enabled() or engine.fp16_enabled())
 
 
 def own_part(parameter: torch.nn.Parameter) -> torch.Tensor:
