@@ -14,7 +14,6 @@ from txl_lightning.checkpoints import manifest
 from txl_lightning.checkpoints.manifest import is_damaged, remove_parts
 from txl_lightning.training import folders
 
-
 SHARE = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 

@@ -46,7 +46,10 @@ def check_same_ids(config: Config, found: Survey, *, ckpt: str) -> None:
         rule = f"the ids of this text ({found.vocab_name}) do not mean what the checkpoint's do"
         cure = "read the text it was trained on"
         if isinstance(found.vocab, TokenizerVocab):
-            cure = f"encode it as that was: data.tokenizer={checkpoint_file(ckpt)} data.tokenizer_size=null"
+            file = checkpoint_file(ckpt)
+            cure = f"encode it as that was: data.tokenizer={file} data.tokenizer_size=null"
+            if file.is_dir():
+                cure = f"txl convert ckpt={ckpt} to=FILE, then data.tokenizer=FILE data.tokenizer_size=null"
         raise ConfigError("data", config.data.name, rule, cure)
 
 
