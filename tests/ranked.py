@@ -13,6 +13,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ def launch(folder: Path, jobs: list[dict[str, Any]], *, world: int) -> dict[str,
     """Run jobs in `world` processes; by the job's name a list with what each rank found.
 
     A job has a `name`, `overrides` of `tiny_config` and what to `do`: "fit", "resume" or "eval" (of `ckpt`; the first
-    rank makes that file of the run `convert` first, if it is named). A fit finds every training loss of its rank.
+    rank makes that file of the run `convert` first, if it is named). A fit finds every training loss of its rank; with
+    `ruin` the loss is not finite in the second segment of that step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -79,8 +82,31 @@ def fitted(folder: Path, job: dict[str, Any]) -> list[float]:
     seen = Losses()
     config = tiny_config(folder, *job["overrides"])
     last = f"{config.run_dir}/checkpoints/last.ckpt" if job["do"] == "resume" else None
-    fit(config, resume=last, callbacks=[seen])
+    with ruined(job.get("ruin", -1)):
+        fit(config, resume=last, callbacks=[seen])
     return seen.values
+
+
+@contextmanager
+def ruined(step: int) -> Iterator[None]:
+    from txl_lightning.training.module import NonFiniteLoss, TransformerXLModule
+
+    owner: Any = TransformerXLModule
+    original, seen = owner._refuse_non_finite, []
+
+    def refuse(module: Any, losses_BT: Any) -> None:
+        if module.trainer.global_step == step:
+            seen.append(losses_BT)
+        original(module, losses_BT * (float("nan") if len(seen) == 2 else 1.0))
+
+    owner._refuse_non_finite = refuse
+    try:
+        yield
+        assert step < 0, "nothing was ruined"
+    except NonFiniteLoss:
+        assert len(seen) == 2
+    finally:
+        owner._refuse_non_finite = original
 
 
 def evaluated(folder: Path, job: dict[str, Any]) -> dict[str, float]:

@@ -154,6 +154,28 @@ def test_ranks_resume_exactly(tmp_path: Path) -> None:
     check_exact(cases, tmp_path, world=2)
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_loss_that_is_not_finite_leaves_the_checkpoint_of_the_step_before(tmp_path: Path) -> None:
+    """In the second of a step's two segments: what was added up so far is forgotten, and the run can go on."""
+    write_corpus(tmp_path / "corpus.txt", n_byte=N_BYTE)
+    jobs = []
+    for backend in ("zero1", "zero2", "zero3"):
+        keys = [*BACKENDS[backend], "trainer.devices=2", "trainer.accumulate_grad_batches=2", "model.dropout=0.2"]
+        keys += ["logger.csv=true", "trainer.log_every_n_steps=3"]
+        for run, do, ruin in (("whole", "fit", -1), ("parts", "fit", 9), ("parts", "resume", -1)):
+            place = [f"run_dir={tmp_path / backend / run}"]
+            jobs.append({"name": f"{backend}_{run}_{do}", "do": do, "overrides": [*keys, *place], "ruin": ruin})
+    found = launch(tmp_path, jobs, world=2)
+    for backend in ("zero1", "zero2", "zero3"):
+        whole, first, rest = (found[f"{backend}_{run}"] for run in ("whole_fit", "parts_fit", "parts_resume"))
+        for rank in range(2):
+            before = len(whole[rank]) - len(rest[rank])  # the segment that was read twice is read once more
+            assert len(first[rank]) == before + 1
+            assert first[rank][:before] + rest[rank] == whole[rank]
+        assert unequal(*(everything(tmp_path / backend / run) for run in ("whole", "parts"))) == []
+
+
 STAGES = [f"strategy=deepspeed_zero{stage}" for stage in range(4)]
 STEADY = ["trainer.max_steps=50", "model.dropout=0", "model.dropatt=0", "optim.lr=1e-3", "logger.csv=true"]
 STEADY += ["trainer.log_every_n_steps=1"]

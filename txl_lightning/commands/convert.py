@@ -22,7 +22,7 @@ def check(config: Config, options: ConvertOptions) -> None:
         raise options.refuse("ckpt", "is required", "give a checkpoint or run folder: txl convert ckpt=PATH to=FILE")
     if options.to is None:
         raise options.refuse("to", "is required", "name the file to write, for example to=model.ckpt")
-    check_out(options.to)
+    check_out(options.to, key="to")
     target = Path(os.path.expanduser(options.to))
     if target.exists() and target.samefile(checkpoint_file(options.ckpt)):
         raise options.refuse("to", "is the checkpoint itself, which would be lost", "name another file")
