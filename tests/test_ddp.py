@@ -83,3 +83,11 @@ def test_free_text_survives_the_relaunch(tmp_path: Path) -> None:
     assert "bits_per_byte" in txl(tmp_path, "eval", f"ckpt=run {name}", *TWO).stdout
     said = txl(tmp_path, "generate", f"ckpt=run {name}", """prompt=x = "1" # 'y', ~z""", "tokens=5").stdout
     assert said.startswith("""x = "1" # 'y', ~z""")
+
+
+@pytest.mark.slow
+def test_deepspeed_works_in_a_sweep(tmp_path: Path) -> None:
+    two = ["trainer.devices=2", "strategy=deepspeed_zero2", "trainer.accelerator=cpu"]
+    fit(tmp_path, "-m", "seed=1,2", "trainer.max_steps=3", "run_dir=sweep", *two)
+    assert [result(tmp_path / "sweep" / number)["steps"] for number in "01"] == [3, 3]
+    assert result(tmp_path / "sweep" / "0")["train"] != result(tmp_path / "sweep" / "1")["train"]

@@ -120,12 +120,12 @@ def test_a_dry_run_counts_the_shares_of_a_rank(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of 6 steps at stages 2 and 3, with checkpoints on the way."""
+    """Runs of 6 steps at stages 1, 2 and 3, with checkpoints on the way."""
     place = tmp_path_factory.mktemp("trained")
     write_corpus(place / "corpus.txt", n_byte=3001)
     keys = [*STEADY, *TWO, "trainer.save_every_steps=3"]
     jobs: list[dict[str, Any]] = []
-    for stage, more in ((2, ["trainer.save_top_k=2"]), (3, ["model.checkpointing=true"])):
+    for stage, more in ((1, []), (2, ["trainer.save_top_k=2"]), (3, ["model.checkpointing=true"])):
         mine = [*keys, *more, f"strategy=deepspeed_zero{stage}", f"run_dir={place / f'zero{stage}'}"]
         jobs.append({"name": f"zero{stage}", "do": "fit", "overrides": mine})
     launch(place, jobs, world=2)
@@ -162,6 +162,15 @@ def test_folders_are_scored_sampled_exported_and_converted(runs: Path, capsys: p
     assert torch.load(runs / "zero2.ckpt", weights_only=True)["global_step"] == 6
     assert len(list((runs / "zero2" / "checkpoints").glob("step_*.ckpt"))) == 2
     assert "is the checkpoint itself" in refused(capsys, "convert", "ckpt=zero2.ckpt", "to=zero2.ckpt")
+
+
+@pytest.mark.parametrize(("typed", "message"), [("ckpt=x", "to=null: is required"), ("to=x", "ckpt=: is missing")])
+def test_convert_needs_both_names(
+    typed: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {}, "txl_lightning": {"config": load().to_dict(), "data_fingerprint": None}}, "x")
+    assert message in refused(capsys, "convert", typed)
 
 
 @pytest.mark.distributed
@@ -223,7 +232,7 @@ def test_a_folder_cannot_run_code_until_it_is_trusted(runs: Path, capsys: pytest
 @pytest.mark.distributed
 def test_losses_and_gradient_norms_are_those_of_one_process(trained: Path, tmp_path: Path) -> None:
     fit(tiny_config(trained, *STEADY, f"run_dir={tmp_path / 'one'}"))
-    for stage in (2, 3):
+    for stage in (1, 2, 3):
         for name, tolerance in (
             ("train/loss", 1e-5),
             ("optim/grad_norm", 1e-4),

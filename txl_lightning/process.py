@@ -55,7 +55,9 @@ def leave_process_group() -> None:
     """Let the next job form a group of its own; its ranks are other processes."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
+        engine = sys.modules.get("deepspeed.comm")  # which has groups of its own noted
+        owner = engine if engine is not None and engine.is_initialized() else distributed
+        owner.destroy_process_group()
 
 
 @contextmanager
