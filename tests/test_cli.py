@@ -83,7 +83,7 @@ def test_alone_it_prints_the_help_and_counts_as_refused(capsys: pytest.CaptureFi
 
 LISTED = {
     "top_k=0": {"generate"},
-    "ckpt=null": {"eval", "generate", "export", "analyze"},
+    "ckpt=null": {"eval", "generate", "export", "analyze", "convert"},
     "dry_run=false": {"fit"},
     "prepare|inspect": {"data"},
     "reach|retrieval": {"analyze"},
