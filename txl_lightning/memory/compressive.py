@@ -14,7 +14,8 @@ f_c (`function`), one per layer, over rows (B, n, D):
                 dilated convolutions without widths; these are ours
     most_used   of the evicted rows the n / c that received most attention per query that could see them, in order
 
-Losses (`loss`), weighted with `loss_weight`; mean square per element, over the lanes that evict a whole segment:
+Losses (`loss`), weighted with `loss_weight`; mean square per element of each lane that evicts a whole segment, which
+counts by its share of all lanes' tokens:
     attention     a(h, evicted) - a(h, new) with a the layer's own attention, contents only, h this segment's input
     autoencoding  evicted - g(new) with g a transposed convolution that is used for nothing else
 All is detached but f_c and g: these losses train exactly them, the language model's loss trains none of them. With a
@@ -169,7 +170,7 @@ class Compressive(MemoryStrategy):
             "compressed_filled": (held + count).clamp(max=self.sizes["compressed"]),
         }
         whole = (n_gone == n_token) & (n_token % self.config.rate == 0)
-        return new, self._report(evicted, fresh, whole, tap, layer)
+        return new, self._report(evicted, fresh, whole, segment, tap, layer)
 
     def fill(self, state: State) -> Tensor:
         used = sum(state[f"{name}_filled"] for name in self.sizes)
@@ -242,18 +243,21 @@ class Compressive(MemoryStrategy):
         assert tap.usage_BS is not None
         return state["usage"] + tap.usage_BS[:, self.sizes["compressed"] :]
 
-    def _report(self, evicted: Tensor, fresh: Tensor, whole_B: Tensor, tap: Tap, layer: LayerHandle) -> Aux:
+    def _report(
+        self, evicted: Tensor, fresh: Tensor, whole_B: Tensor, segment: Segment, tap: Tap, layer: LayerHandle
+    ) -> Aux:
         """The loss of this write, in training only: evaluation would pay for a number nobody sees."""
         if not self.training:
             return Aux()
         metrics = {"compressed": whole_B.float().mean()}
         if self.config.loss == "none":
             return Aux(metrics=metrics)
-        error = self._error(evicted, fresh, tap, layer).float().square().mean(dim=(1, 2))
-        error = (error * whole_B).sum() / whole_B.sum().clamp(min=1)
-        metrics["reconstruction"] = error
-        trains = self.config.function in LEARNED or self.decoder is not None
-        return Aux(losses={"compression": self.config.loss_weight * error} if trains else {}, metrics=metrics)
+        error_B = self._error(evicted, fresh, tap, layer).float().square().mean(dim=(1, 2)) * whole_B
+        metrics["reconstruction"] = error_B.sum() / whole_B.sum().clamp(min=1)
+        if self.config.function not in LEARNED and self.decoder is None:
+            return Aux(metrics=metrics)
+        error = (error_B * segment.length).sum() / segment.length.sum().clamp(min=1)
+        return Aux(losses={"compression": self.config.loss_weight * error}, metrics=metrics)
 
     def _error(self, evicted: Tensor, fresh: Tensor, tap: Tap, layer: LayerHandle) -> Tensor:
         if self.decoder is not None:

@@ -5,7 +5,7 @@ Sukhbaatar et al. 2021, arXiv:2105.06548. Memory i, a layer input h_i, has a spa
     e_i  = L sigmoid(w . h_i + b)                                           L = `max_span`
     m_ti = clip(1 + (e_i - (t - i)) / R, 0, 1)                              R = `ramp`: seen, half seen, gone
     weights of query t = m_t . softmax(a_t), renormalised  =  softmax(a_t + log m_t)
-    loss = `loss_weight` * sum of e_i over the memories that are on the ramp (0 < m < 1), mean over queries
+    loss = `loss_weight` * sum of e_i over the memories that are on the ramp (0 < m < 1), mean over tokens
 
 So it is `cache` with an additive bias that carries gradient to w and b; what a memory says carries none.
 
@@ -144,7 +144,7 @@ class Expire(MemoryStrategy):
             "fading": fading.sum() / n_query,
             "seen": ((mask > 0) & real[..., None]).sum() / n_query,
         }
-        loss = self.config.loss_weight * (span[:, None] * fading).sum() / n_query
+        loss = self.config.loss_weight * (span[:, None] * fading).sum() / segment.length.sum().clamp(min=1)
         return Aux(losses={"span": loss} if self.config.loss_weight else {}, metrics=metrics)
 
 
