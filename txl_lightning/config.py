@@ -16,7 +16,7 @@ from txl_lightning import registry
 from txl_lightning.errors import ConfigError, keys_renamed, suggest
 from txl_lightning.model_config import POSITIONS, ModelConfig
 from txl_lightning.options import FitOptions, Options
-from txl_lightning.ranks import check_lanes
+from txl_lightning.ranks import check_chunks, check_lanes
 from txl_lightning.section import Section, build_section, key
 
 __all__ = [
@@ -48,6 +48,12 @@ class MemoryConfig(Section):
         "each segment",
         choices=("epoch", "document", "segment"),
     )
+    offload: str = key(
+        "none",
+        "where the lanes' memory is between steps: on the device, or in (page-locked) memory of the cpu, whence each "
+        "step fetches that of the lanes it reads",
+        choices=("none", "cpu"),
+    )
 
     def check_fit(self, model: ModelConfig, *, segment_len: int) -> None:
         """Rules between this memory, the model and the segment. Raises ConfigError."""
@@ -62,6 +68,11 @@ class MemoryConfig(Section):
     def reaches_back(self) -> bool:
         """Whether layers read slots that have a distance (any memory with `mem_len`, unless it says otherwise)."""
         return getattr(self, "mem_len", 0) > 0
+
+    @property
+    def has_state(self) -> bool:
+        """Whether anything is carried from segment to segment."""
+        return self.name != "none" and getattr(self, "mem_len", 1) > 0
 
     @property
     def carries(self) -> bool:
@@ -223,6 +234,12 @@ class TrainerConfig(Section):
     )
     accumulate_from_step: int = key(
         0, "optimizer steps made on one segment each before accumulate_grad_batches begins", minimum=0
+    )
+    lane_chunks: int = key(
+        1,
+        "parts that each rank's lanes are read in, one after the other, for one update: activations of one part at a "
+        "time (batch_chunk of the authors); trainer.accumulate_grad_batches takes segments in time instead",
+        minimum=1,
     )
     bptt_segments: int = key(
         1,
@@ -415,6 +432,10 @@ class Config(TopConfig):
         self._check_engine()
         check_lanes(self.data.batch_size, ranks=world, key="data.batch_size")
         check_lanes(self.eval_batch_size, ranks=world, key=self.eval_batch_key)
+        check_chunks(self.data.batch_size, ranks=world, chunks=self.trainer.lane_chunks)
+        if self.memory.offload == "cpu" and not self.memory.has_state:
+            rule = f"memory={self.memory.name} keeps nothing that could be on the cpu"
+            raise self.memory.refuse("offload", rule, "set it to none, or take a memory")
 
     def _check_engine(self) -> None:
         """What DeepSpeed's engine cannot do. Raises ConfigError."""

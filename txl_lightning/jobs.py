@@ -113,6 +113,8 @@ def build(
     values = compose_job(typed, config_dir=config_dir, command=command, stored=stored)
     schema = COMMANDS[command].options
     own = {name: values.pop(name) for name in names(schema)}
+    if stored is not None and "resume" in own:
+        resume.check_ranks(values, stored)
     config, options = Config.from_dict(values), build_section(schema, own, path="")
     if stored is not None and "resume" in own:
         resume.check_agreement(config, stored)

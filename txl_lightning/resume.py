@@ -16,6 +16,7 @@ from txl_lightning.errors import ConfigError, yaml_text
 from txl_lightning.keys import names
 from txl_lightning.options import FitOptions
 from txl_lightning.overrides import Typed
+from txl_lightning.ranks import chunks_for_fewer
 
 AUTO = "auto"
 RUNS = "runs"
@@ -23,7 +24,7 @@ OF_ONE_INVOCATION = ("stop_at_step", "max_time")
 MAY_DIFFER = (
     *("run_dir", "dry_run", "experiment", "logger*", "callbacks*", "eval*", "strategy*"),
     *("data.num_workers", "data.cache_dir", "trainer.detect_anomaly"),
-    *("trainer.accelerator", "trainer.devices", "trainer.num_nodes"),
+    *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.lane_chunks", "memory.offload"),
     *("trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.num_sanity_val_steps"),
     *(f"trainer.{name}" for name in (*OF_ONE_INVOCATION, "save_every_steps", "save_every_minutes", "save_top_k")),
 )
@@ -72,6 +73,56 @@ def start_values(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint's configuration without what belonged to the invocation that wrote it."""
     ended = dict.fromkeys(OF_ONE_INVOCATION)
     return {**stored, "trainer": {**stored["trainer"], **ended}, "dry_run": False}
+
+
+def check_ranks(values: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """The lanes of the run divide into the ranks that are to go on with it.
+
+    Args:
+        values: the configuration to be, not checked yet.
+        stored: that of the checkpoint.
+
+    Raises:
+        ConfigError: they do not; the cure names the nearest numbers that do.
+    """
+    lanes, keys = int(stored["data"]["batch_size"]), values["trainer"]
+    nodes, devices = keys.get("num_nodes", 1), keys.get("devices", 1)
+    if not all(isinstance(number, int) and number > 0 for number in (nodes, devices)) or lanes % (nodes * devices) == 0:
+        return
+    able = [number for number in range(1, lanes + 1) if lanes % (number * nodes) == 0]
+    near = [number for number in able if number < devices][-1:] + [number for number in able if number > devices][:1]
+    rule = f"the {lanes} lanes of the run do not divide into {nodes * devices} ranks"
+    raise ConfigError("trainer.devices", devices, rule, f"set it to {' or '.join(map(str, near)) or 'fewer nodes'}")
+
+
+def what_changes(config: Config, *, ranks: int, lane_chunks: int) -> list[str]:
+    """Sentences on what a resume on other ranks or in other chunks cannot keep; empty: all of it is kept.
+
+    Args:
+        config: of the run as it goes on.
+        ranks, lane_chunks: those it had.
+    """
+    now, lanes, chunks = config.trainer.devices * config.trainer.num_nodes, config.data.batch_size, lane_chunks
+    said = []
+    if now != ranks:
+        said.append(
+            f"the lanes of {ranks} ranks are shared out among {now}: text, memory, weights and schedule go on as they "
+            "were, losses agree up to rounding; random numbers are seeded anew from seed, step and rank, so with "
+            "dropout the curve is not the one it would have been"
+        )
+    if config.trainer.lane_chunks != lane_chunks:
+        said.append(
+            f"lanes are read in {config.trainer.lane_chunks} chunks instead of {chunks}: losses agree up to rounding, "
+            "with dropout up to its masks"
+        )
+    before, after = lanes // ranks // lane_chunks, lanes // now // config.trainer.lane_chunks
+    if after > before:
+        proposed = chunks_for_fewer(lanes=lanes // now, at_most=before)
+        said.append(
+            f"a rank reads {after} lanes at a time instead of {before}; if that is more than a device holds, "
+            f"trainer.lane_chunks={proposed} reads {lanes // now // proposed}"
+        )
+    return said
 
 
 def check_agreement(config: Config, stored: Mapping[str, Any]) -> None:

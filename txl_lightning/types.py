@@ -7,6 +7,7 @@ D model width, H heads, K width of a head (Dh in the papers), L layers, V vocabu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -58,6 +59,19 @@ class Position(NamedTuple):
     segment: int  # index of this batch within the pass
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """One of several equal, contiguous shares of the lanes; by default all of them."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, tensor_Bx: Tensor) -> Tensor:
+        """(B / count, ...) this share of (B, ...), without copying."""
+        lanes = tensor_Bx.shape[0] // self.count
+        return tensor_Bx[self.index * lanes : (self.index + 1) * lanes]
+
+
 class Batch(NamedTuple):
     """One segment of every lane this rank owns."""
 
@@ -66,6 +80,15 @@ class Batch(NamedTuple):
     segment: Segment
     n_target: int  # scored targets of this step over ALL lanes of all ranks
     position: Position
+
+    def share(self, chunk: Chunk) -> Batch:
+        """The same segment of fewer lanes; `n_target` still counts all."""
+        reset, length, document = self.segment
+        return self._replace(
+            tokens_BT=chunk.of(self.tokens_BT),
+            targets_BT=chunk.of(self.targets_BT),
+            segment=Segment(chunk.of(reset), chunk.of(length), None if document is None else chunk.of(document)),
+        )
 
 
 class Slots(NamedTuple):
@@ -101,7 +124,9 @@ class Tap(NamedTuple):
 class Aux(NamedTuple):
     """What a write reports besides the new state. The keys must be the same in every step."""
 
-    losses: Mapping[str, Tensor] = {}  # 0-dim, already weighted, masked by lane; added to the training loss
+    # 0-dim, already weighted; added to the training loss. Each a sum over lanes divided by Segment.length.sum(): so a
+    # lane adds the same whichever lanes it shares a rank or a chunk with
+    losses: Mapping[str, Tensor] = {}
     metrics: Mapping[str, Tensor] = {}  # 0-dim, detached
 
 

@@ -4,12 +4,13 @@ from txl_lightning.checkpoints.own import (
     BEST,
     FOLDER,
     LAST,
+    check_lane_files,
     checkpoint_file,
     is_checkpoint,
     load_checkpoint,
     read_checkpoint,
     read_config,
-    read_step,
+    read_stand,
 )
 from txl_lightning.checkpoints.reference import from_reference, to_reference
 
@@ -17,12 +18,13 @@ __all__ = [
     "BEST",
     "FOLDER",
     "LAST",
+    "check_lane_files",
     "checkpoint_file",
     "from_reference",
     "is_checkpoint",
     "load_checkpoint",
     "read_checkpoint",
     "read_config",
-    "read_step",
+    "read_stand",
     "to_reference",
 ]

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, BinaryIO, TypedDict
 
 MANIFEST = "manifest.json"
 PREVIOUS = "previous.ckpt"
@@ -47,7 +47,7 @@ def flush(file: Path) -> Facts:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return {"size": file.stat().st_size, "sha256": _sha256(file)}
+    return {"size": file.stat().st_size, "sha256": sha256_of(file)}
 
 
 def is_damaged(file: Path) -> bool:
@@ -59,7 +59,21 @@ def is_damaged(file: Path) -> bool:
         return False
     known = [(entry["size"], entry["sha256"]) for found in entries.values() for entry in found]
     size = file.stat().st_size
-    return bool(known) and (all(size != entry[0] for entry in known) or (size, _sha256(file)) not in known)
+    return bool(known) and (all(size != entry[0] for entry in known) or (size, sha256_of(file)) not in known)
+
+
+class Hashed:
+    """A file that knows the sha256 of what was written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.digest = file, hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
 
 
 def _is_damaged_folder(folder: Path) -> bool:
@@ -73,7 +87,7 @@ def _is_damaged_folder(folder: Path) -> bool:
 
 
 def _is(file: Path, facts: Facts) -> bool:
-    return file.stat().st_size == facts["size"] and _sha256(file) == facts["sha256"]
+    return file.stat().st_size == facts["size"] and sha256_of(file) == facts["sha256"]
 
 
 def keep_previous(target: Path) -> None:
@@ -92,16 +106,6 @@ def keep_previous(target: Path) -> None:
     part.replace(target.with_name(PREVIOUS))
 
 
-def sync_folder(folder: Path) -> None:
-    """Let the names in a folder outlive a loss of power."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def replace_text(path: Path, text: str) -> None:
     """Write a text file so that it is the old or the new one whenever the process dies."""
     part = path.with_name(f".{path.name}.part")
@@ -110,6 +114,16 @@ def replace_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to disk."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def remove_parts(folder: Path) -> None:
@@ -129,7 +143,8 @@ def _entries(folder: Path) -> dict[str, list[dict[str, Any]]]:
         return {}
 
 
-def _sha256(file: Path) -> str:
+def sha256_of(file: Path) -> str:
+    """Of a file's content, in hexadecimal."""
     digest = hashlib.sha256()
     with file.open("rb") as opened:
         while piece := opened.read(1 << 20):

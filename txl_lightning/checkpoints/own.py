@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from txl_lightning.checkpoints import manifest, zero
+from txl_lightning.checkpoints import lane_files, manifest, zero
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.model.weights import load_weights
@@ -74,6 +76,15 @@ def _read_folder(folder: Path, *, weights: bool) -> dict[str, Any]:
     return {**zero.read_given(folder), "state_dict": zero.read_weights(folder) if weights else {}}
 
 
+def check_lane_files(path: str, saved: Mapping[str, Any], *, key: str) -> None:
+    """The files that hold the lanes of a checkpoint, if it has such, are there and whole. Raises ConfigError."""
+    file = checkpoint_file(path, key=key)
+    for shard in saved["txl_lightning"]["lanes"].get("shards", ()):
+        fault = lane_files.fault_of(file.parent, shard)
+        if fault is not None:
+            raise ConfigError(key, path, fault, _cure(file, key=key))
+
+
 def _cure(file: Path, *, key: str) -> str:
     """The checkpoint before a damaged one, if that is whole."""
     before = file.with_name(manifest.PREVIOUS)
@@ -99,11 +110,24 @@ def read_config(path: str, *, key: str = "ckpt") -> dict[str, Any]:
     return dict(read_checkpoint(path, key=key, weights=False)["txl_lightning"]["config"])
 
 
-def read_step(path: str) -> int:
-    """Optimizer steps that a checkpoint has made; nothing else of a file is read into memory."""
+@dataclass(frozen=True)
+class Stand:
+    """Where a run stood when a checkpoint was written."""
+
+    step: int  # optimizer steps made
+    ranks: int  # 0: not known
+    lane_chunks: int
+
+
+def read_stand(path: str) -> Stand:
+    """Where a checkpoint stands; hardly more of it is read into memory."""
     if zero.is_folder(Path(path)):
-        return int(zero.read_given(Path(path))["global_step"])
-    return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"])
+        saved: Any = zero.read_given(Path(path))
+    else:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    own = saved["txl_lightning"]
+    chunks = own["config"].get("trainer", {}).get("lane_chunks", 1)
+    return Stand(step=int(saved["global_step"]), ranks=len(own.get("ranks", ())), lane_chunks=int(chunks))
 
 
 def load_checkpoint(path: str, config: Config | None = None) -> TransformerXL:

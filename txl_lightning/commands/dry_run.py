@@ -19,7 +19,7 @@ from txl_lightning.data.store import Meta, sample, survey
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.training.optim import optimizer_bytes
 from txl_lightning.training.trainer import device_kind, resolve_precision
-from txl_lightning.types import n_byte
+from txl_lightning.types import Chunk, n_byte
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,8 @@ class Needs:
     gradient_bytes: int
     optimizer_bytes: int
     state_bytes: int
-    activation_bytes: int
+    state_share: float  # of it that is on the device during a step
+    activation_bytes: int  # of one chunk of lanes
     steps_per_epoch: int  # once accumulation has begun
     epochs: float  # in max_steps
     available_bytes: int | None  # None: the device does not say
@@ -40,8 +41,8 @@ class Needs:
     @property
     def total_bytes(self) -> int:
         """All of it at the end of a forward pass, the highest point."""
-        parts = (self.parameter_bytes, self.gradient_bytes, self.optimizer_bytes, 2 * self.state_bytes)
-        return sum(parts) + self.activation_bytes
+        weights = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return weights + round(2 * self.state_bytes * self.state_share) + self.activation_bytes
 
 
 def needs(config: Config) -> Needs:
@@ -63,12 +64,15 @@ def needs(config: Config) -> Needs:
     segments, keys = segments_per_epoch(config, survey(config.data)), config.trainer
     alone = min(keys.accumulate_from_step, keys.max_steps)
     steps_per_epoch = -(-segments // keys.accumulate_grad_batches)
-    one_segment = _saved_for_backward(model, state, config, mixed=precision.endswith("mixed"), dtype=dtype)
+    chunk = {key: Chunk(0, keys.lane_chunks).of(tensor) for key, tensor in state.items()}
+    one_segment = _saved_for_backward(model, chunk, config, mixed=precision.endswith("mixed"), dtype=dtype)
+    elsewhere = config.memory.offload == "cpu" and device_kind(config) != "cpu"
     found = Needs(
         parameters=count,
         memory_parameters=count - config.model.num_params(),
         **_weight_bytes(config, weights, bf16=precision == "bf16-mixed"),
         state_bytes=n_byte(state),
+        state_share=1 / keys.lane_chunks if elsewhere else 1.0,
         activation_bytes=one_segment * keys.bptt_segments,  # one backward pass goes through all of them
         steps_per_epoch=steps_per_epoch,
         epochs=alone / segments + (keys.max_steps - alone) / steps_per_epoch,
@@ -77,7 +81,10 @@ def needs(config: Config) -> Needs:
     if found.available_bytes is not None and found.total_bytes > found.available_bytes:
         needed, there = bytes_in_words(found.total_bytes), bytes_in_words(found.available_bytes)
         rule = f"a step needs {needed} per rank and the device has {there}"
-        cure = "lower data.batch_size, data.segment_len or memory.mem_len, or set model.checkpointing=true"
+        cure = (
+            "raise trainer.lane_chunks, lower data.batch_size, data.segment_len or memory.mem_len, "
+            "or set model.checkpointing=true"
+        )
         raise ConfigError("data.batch_size", config.data.batch_size, rule, cure)
     return found
 

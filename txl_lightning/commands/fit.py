@@ -17,7 +17,15 @@ from rich.table import Table
 
 from txl_lightning import registry
 from txl_lightning.build import check_resets, check_vocabulary
-from txl_lightning.checkpoints import FOLDER, LAST, checkpoint_file, read_checkpoint, read_step
+from txl_lightning.checkpoints import (
+    FOLDER,
+    LAST,
+    check_lane_files,
+    checkpoint_file,
+    lane_files,
+    read_checkpoint,
+    read_stand,
+)
 from txl_lightning.checkpoints.manifest import remove_parts
 from txl_lightning.commands.dry_run import segments_per_epoch, show_needs
 from txl_lightning.config import Config, ConfigError, Options
@@ -25,7 +33,7 @@ from txl_lightning.data.store import Meta, Survey, survey
 from txl_lightning.data.vocab import from_dict
 from txl_lightning.exit_codes import FAILED
 from txl_lightning.ranks import is_first_rank
-from txl_lightning.resume import AUTO
+from txl_lightning.resume import AUTO, what_changes
 from txl_lightning.training import folders
 from txl_lightning.training.checkpointing import EndInside, checkpoint_callbacks, keep_if_best
 from txl_lightning.training.datamodule import TextDataModule
@@ -75,6 +83,7 @@ def check(config: Config, options: Options) -> None:
 def check_resumable(config: Config, found: Survey, path: str) -> None:
     """The text is the checkpoint's, and the run is to end behind it. Raises ConfigError."""
     saved = read_checkpoint(path, key="resume", weights=False)
+    check_lane_files(path, saved, key="resume")
     check_same_engine(config, saved, path)
     own, step = saved["txl_lightning"], saved["global_step"]
     for key in ("stop_at_step", "max_steps"):
@@ -184,6 +193,7 @@ def fit(
             stack.enter_context(locked(run_dir))
             remove_parts(run_dir / FOLDER)
             folders.remove_unused(run_dir / FOLDER)
+            lane_files.remove_unused(run_dir / FOLDER)
         return _fit(config, run_dir, stop=stop, resume=resume, callbacks=callbacks)
 
 
@@ -193,13 +203,17 @@ def _fit(
     L.seed_everything(config.seed, workers=True, verbose=False)
     data = TextDataModule(config)
     module = TransformerXLModule(config)
-    step = None if resume is None else read_step(resume)
+    stand = None if resume is None else read_stand(resume)
+    step = None if stand is None else stand.step
     loggers = build_loggers(config, run_dir, resumed_at=step)
     trainer = build_trainer(config, callbacks=[*_callbacks(config, data, stop), *callbacks], loggers=loggers)
     with stop.listening(), suppress(Stopped):  # a stop during validation: `last` is written already
         if trainer.is_global_zero:
             write_facts(run_dir, config, data.data.meta, resumed_at=step)
             print(f"run folder {run_dir}{'' if step is None else f', going on from step {step}'}", flush=True)
+            if stand is not None and stand.ranks:
+                for said in what_changes(config, ranks=stand.ranks, lane_chunks=stand.lane_chunks):
+                    print(said, flush=True)
         for logger in trainer.loggers:
             logger.log_hyperparams(config.to_dict())
         trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=None if resume is None else True)

@@ -36,6 +36,8 @@ class MixConfig(MemoryConfig):
         if any("reset" in part for part in self.parts):
             rule = "memory starts anew in all parts at once, so a part has no reset of its own"
             raise self.refuse("parts", rule, "set memory.reset")
+        if any("offload" in part for part in self.parts):
+            raise self.refuse("parts", "the memory of all parts is kept in one place", "set memory.offload")
         self.configs()
 
     def configs(self) -> list[MemoryConfig]:
@@ -45,6 +47,10 @@ class MixConfig(MemoryConfig):
     @property
     def reaches_back(self) -> bool:
         return any(part.reaches_back for part in self.configs())
+
+    @property
+    def has_state(self) -> bool:
+        return any(part.has_state for part in self.configs())
 
     @property
     def carries(self) -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -14,7 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
-from txl_lightning.checkpoints import BEST, FOLDER, LAST, manifest
+from txl_lightning.checkpoints import BEST, FOLDER, LAST, lane_files, manifest
 from txl_lightning.training import folders
 from txl_lightning.training.module import NonFiniteLoss
 from txl_lightning.training.stopping import GracefulStop, Stopped, StoppedNow
@@ -34,7 +33,7 @@ class WholeFiles(TorchCheckpointIO):
         part = target.with_name(f".{target.name}.part")
         try:
             with part.open("wb") as file:
-                hashed = _Hashed(file)
+                hashed = manifest.Hashed(file)
                 torch.save(checkpoint, hashed)  # type: ignore[arg-type]
                 file.flush()
                 os.fsync(file.fileno())
@@ -46,20 +45,8 @@ class WholeFiles(TorchCheckpointIO):
         finally:
             part.unlink(missing_ok=True)
         manifest.sync_folder(target.parent)
-
-
-class _Hashed:
-    """A file that knows the sha256 of what was written to it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.digest = file, hashlib.sha256()
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.file.flush()
+        if target.parent.name == FOLDER:
+            lane_files.remove_unused(target.parent)
 
 
 def checkpoint_callbacks(

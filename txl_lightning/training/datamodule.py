@@ -11,6 +11,7 @@ from txl_lightning.config import Config
 from txl_lightning.data.lanes import LaneLoader, used_lanes
 from txl_lightning.data.order import units_of
 from txl_lightning.data.store import TokenData, check_training, prepare
+from txl_lightning.ranks import check_chunks
 
 
 class TextDataModule(L.LightningDataModule):
@@ -49,7 +50,7 @@ class TextDataModule(L.LightningDataModule):
         check_training(self.data.meta, batch_size=keys.batch_size)
         lanes, tokens = keys.batch_size, self.data.require("train")
         shuffled = keys.shuffle != "none"
-        return self._loader(
+        loader = self._loader(
             "train",
             lanes=lanes,
             used=lanes,
@@ -60,6 +61,8 @@ class TextDataModule(L.LightningDataModule):
             seed=self.config.seed,
             group=group if (group := self.config.trainer.bptt_segments) > 1 else 0,
         )
+        check_chunks(lanes, ranks=self._ranks()[1], chunks=self.config.trainer.lane_chunks)
+        return loader
 
     def val_dataloader(self) -> LaneLoader | list[LaneLoader]:
         return self.eval_dataloader("valid") if "valid" in self.data.splits else []
@@ -85,7 +88,7 @@ class TextDataModule(L.LightningDataModule):
     def _loader(self, split: str, *, lanes: int, used: int, segment_len: int, key: str, **order: Any) -> LaneLoader:
         tokens = self.data.require(split)
         segment_len = min(segment_len, -(-(len(tokens) - 1) // used))  # longer than the longest lane is only padding
-        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+        rank, world = self._ranks()
         return LaneLoader(
             tokens,
             segment_len=segment_len,
@@ -100,3 +103,7 @@ class TextDataModule(L.LightningDataModule):
             key=key,
             **order,
         )
+
+    def _ranks(self) -> tuple[int, int]:
+        """This rank and how many there are."""
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)

@@ -10,19 +10,22 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from txl_lightning.checkpoints import lane_files
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.store import TokenData
 from txl_lightning.model.transformer import ModelOutput, TransformerXL
+from txl_lightning.ranks import check_chunks
 from txl_lightning.training import progress, rng
 from txl_lightning.training.accumulation import Window, next_window
 from txl_lightning.training.averaging import MovingAverage
 from txl_lightning.training.clock import Clock
 from txl_lightning.training.datamodule import TextDataModule
+from txl_lightning.training.ddp import LanesDDP
 from txl_lightning.training.lane_state import LaneState, stage_of
 from txl_lightning.training.metrics import TokenLoss, scores
 from txl_lightning.training.optim import Plateau, build_optimizer, build_schedule
 from txl_lightning.training.strategies import clips_itself, engine_of, is_sound
-from txl_lightning.types import Batch, Position, State, detach
+from txl_lightning.types import Batch, Chunk, Position, State, detach
 
 
 class NonFiniteLoss(RuntimeError):
@@ -47,7 +50,7 @@ class TransformerXLModule(L.LightningModule):
         super().__init__()
         self.config = config
         self.model = model if model is not None else TransformerXL(config)
-        self.lanes = LaneState(model_resets=True)
+        self.lanes = LaneState(model_resets=True, offload=config.memory.offload == "cpu")
         self.clock = Clock()
         self.train_loss = TokenLoss()
         self.eval_loss = TokenLoss()
@@ -67,33 +70,64 @@ class TransformerXLModule(L.LightningModule):
         self._read_text: str | None = None  # fingerprint of what the lanes hold
 
     def training_step(self, batch: Batch | list[Batch], batch_idx: int) -> Tensor:
-        """The loss of a segment, or of a window of several that one backward pass goes through."""
+        """The loss of a segment, or of a window of several that one backward pass goes through.
+
+        With `trainer.lane_chunks` the lanes are read in chunks, and all but the last are back-propagated here: what is
+        given back has the value of all and the graph of the last.
+        """
         window = batch if isinstance(batch, list) else [batch]
-        reach = self.config.trainer.bptt_of_step(self.trainer.global_step)
-        state = self.lanes.read("train", window[0], lambda lanes: self._fresh(lanes, "train"))
-        loss = torch.zeros((), device=self.device)
-        for index, part in enumerate(window):
-            out = self._read(part, state if index % reach else detach(state))
-            state, loss = out.state, loss + self._share_of_step(out, part)
-        self.lanes.propose("train", state, window[-1])
+        count = self.config.trainer.lane_chunks
+        check_chunks(len(window[0].tokens_BT), ranks=1, chunks=count)
+        done = torch.zeros((), device=self.device)
+        for index in range(count - 1):
+            done = done + self._back_propagate(self._read_window(window, Chunk(index, count)))
+        loss = self._read_window(window, Chunk(count - 1, count))
         self.clock.tokens += sum(part.n_target for part in window)
+        return loss + done
+
+    def _read_window(self, window: list[Batch], chunk: Chunk) -> Tensor:
+        """The loss of one chunk of lanes over the segments of a window."""
+        parts = [batch.share(chunk) for batch in window]
+        reach = self.config.trainer.bptt_of_step(self.trainer.global_step)
+        state = self.lanes.read("train", parts[0], lambda lanes: self._fresh(lanes, "train"), chunk=chunk)
+        loss = torch.zeros((), device=self.device)
+        for index, part in enumerate(parts):
+            out = self._read(part, state if index % reach else detach(state))
+            assert out.losses_BT is not None
+            self._refuse_non_finite(out.losses_BT, chunk)
+            state, loss = out.state, loss + self._share_of_step(out, part)
+        self.lanes.propose("train", state, parts[-1], chunk=chunk)
+        self._note_memory(out, parts[-1], chunk)
         return loss
 
+    def _back_propagate(self, loss: Tensor) -> Tensor:
+        """Add a chunk's gradients while others are to come; no gradient crosses ranks yet."""
+        with torch.autocast(self.device.type, enabled=False):
+            self.trainer.strategy.backward(loss / self.trainer.accumulate_grad_batches, None)
+        torch.clear_autocast_cache()  # its casts belong to the graph that is gone
+        return loss.detach()
+
     def _share_of_step(self, out: ModelOutput, batch: Batch) -> Tensor:
-        """What a segment adds to the loss of its optimizer step, which is the mean over all the targets of that."""
+        """What some lanes of a segment add to the loss of its optimizer step, the mean over all the targets of that."""
         assert out.losses_BT is not None
-        self._refuse_non_finite(out.losses_BT)
-        nll = out.losses_BT.sum()
-        self.train_loss.update(nll.detach(), batch.segment.length.sum())
-        self._reported = {**out.metrics, **{name: loss.detach() for name, loss in out.aux_losses.items()}}
+        nll, n_own = out.losses_BT.sum(), batch.segment.length.sum()
+        self.train_loss.update(nll.detach(), n_own)
         # the mean over the targets of all ranks and segments: ddp divides by the ranks, whose lanes may hold different
-        # numbers of targets, lightning by the segments
+        # numbers of targets, lightning by the segments. auxiliary losses are means over the targets of these lanes
         n_target = self._window.n_target if self._window is not None else batch.n_target
         share = self.trainer.accumulate_grad_batches / n_target
         if (engine := engine_of(self.trainer)) is not None:
             share *= engine.gradient_accumulation_steps()  # by which the engine divides too
         loss = nll * self.trainer.world_size * share
-        return loss + sum(out.aux_losses.values()) * batch.n_target * share
+        return loss + sum(out.aux_losses.values()) * n_own * self.trainer.world_size * share
+
+    def _note_memory(self, out: ModelOutput, batch: Batch, chunk: Chunk) -> None:
+        """What memory says of a segment: over the chunks metrics are averaged, losses weighted by targets."""
+        weight = batch.segment.length.sum() * self.trainer.world_size / batch.n_target
+        found = {name: metric / chunk.count for name, metric in out.metrics.items()}
+        found |= {name: loss.detach() * weight for name, loss in out.aux_losses.items()}
+        before = self._reported if chunk.index else {}
+        self._reported = {name: value + before[name] if before else value for name, value in found.items()}
 
     @property
     def unit(self) -> str:
@@ -107,7 +141,12 @@ class TransformerXLModule(L.LightningModule):
         return self.trainer.global_step > self._unstepped
 
     def on_after_backward(self) -> None:
-        self.lanes.commit("train")
+        if self.lanes.is_whole("train"):  # else chunks of lanes are to come
+            self.lanes.commit("train")
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if self.config.trainer.lane_chunks == 1:  # else the first chunks have left their gradients by now
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def on_train_start(self) -> None:
         self._demand_same_text(there=self._read_text, what="these lanes have read")
@@ -137,6 +176,9 @@ class TransformerXLModule(L.LightningModule):
             self.lanes.mark()
             self._border = self._at_rest()
             self._unstepped = self.trainer.global_step
+            # DeepSpeed's engine has done so by itself
+            if (self._accumulates or self.config.trainer.lane_chunks > 1) and engine_of(self.trainer) is None:
+                self.zero_grad()
         if self._accumulates:
             self._accumulate(batch if isinstance(batch, list) else [batch], batch_idx, begins=begins)
 
@@ -151,7 +193,7 @@ class TransformerXLModule(L.LightningModule):
             self._note_norm_of_engine()
         if self.logs_now():
             self._log_scores("train", self.train_loss)
-            self.log_curves({f"memory/{name}": value for name, value in self._reported.items()})
+            self.log_curves({f"memory/{name}": value for name, value in self._over_ranks(self._reported).items()})
             self.log_curves({"optim/lr": self.optimizers().param_groups[0]["lr"], "optim/grad_norm": self._grad_norm})  # type: ignore[union-attr]
             self._draw_point()
 
@@ -161,6 +203,13 @@ class TransformerXLModule(L.LightningModule):
         if engine is not None and (norm := engine.get_global_grad_norm()) is not None:
             self._grad_norm = torch.as_tensor(norm)
             self._refuse_ruined_gradient()
+
+    def _over_ranks(self, figures: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Means over all ranks, which hold the same names."""
+        if self.trainer.world_size == 1 or not figures:
+            return figures
+        means = self.trainer.strategy.reduce(torch.stack([value.float() for value in figures.values()]))
+        return dict(zip(figures, means.unbind(), strict=True))
 
     def logs_now(self) -> bool:
         """Whether this batch ended an optimizer step at which curves get a point. For `on_train_batch_end` hooks."""
@@ -253,7 +302,7 @@ class TransformerXLModule(L.LightningModule):
         position = self.lanes.place(marked=marked)
         checkpoint["txl_lightning"] = {
             "config": self.config.to_dict(),
-            "lanes": self.lanes.state_dict(marked=marked),
+            "lanes": self.lanes.state_dict(marked=marked, own_only=self._ranks_write_lanes(marked=marked)),
             "data_fingerprint": self._fingerprint(),
             "vocab": None if (data := self._data()) is None else data.vocab.to_dict(),
             "ranks": self._of_all_ranks({name: resting[name] for name in ("rng", "train_loss")}),
@@ -279,7 +328,12 @@ class TransformerXLModule(L.LightningModule):
         if self._trainer is not None and self._trainer.state.fn == "fit":
             self._demand_same_text(there=saved["data_fingerprint"], what="the checkpoint was trained on")
             self._resume(saved)
-        self.lanes.load_state_dict(saved["lanes"])
+        self.lanes.load_state_dict(saved["lanes"], checkpoint=self._trainer.ckpt_path if self._trainer else None)
+
+    def _ranks_write_lanes(self, *, marked: bool) -> bool:
+        """Whether each rank writes its own lanes: those of all are too much for one, and the strategy can."""
+        able = isinstance(self.trainer.strategy, LanesDDP) and self.trainer.world_size > 1
+        return able and self.lanes.n_byte(marked=marked) > lane_files.GATHERED_BYTES
 
     def _at_rest(self) -> dict[str, Any]:
         """What moves within a step and is of this rank alone, and the clock."""
@@ -310,13 +364,15 @@ class TransformerXLModule(L.LightningModule):
             return
         total = [sum(parts) for parts in zip(*(found["train_loss"] for found in ranks), strict=True)]
         self._resumed = {
-            "rng": ranks[rank]["rng"] if rank < len(ranks) else None,
+            "rng": None,  # a lane would not meet the dropout masks it would have met anyway
             "train_loss": total if rank == 0 else [torch.zeros_like(part) for part in total],
         }
 
     def _take_up(self, resumed: dict[str, Any]) -> None:
         if resumed["rng"] is not None:
             rng.restore(resumed["rng"], self.device)
+        else:
+            rng.reseed(self.config.seed, self.trainer.global_step, self.trainer.world_size, self.trainer.global_rank)
         self.train_loss.set_sums(resumed["train_loss"])
         self._resumed = None
 
@@ -363,7 +419,8 @@ class TransformerXLModule(L.LightningModule):
     def _fresh(self, lanes: int, stage: str) -> State:
         # weights move in training, so it keeps hidden states; evaluation projects each state once
         form = "hidden" if stage == "train" else "projected"
-        return self.model.init_state(lanes, form=form, device=self.device, dtype=self._state_dtype())
+        home = torch.device("cpu") if self.lanes.offload else self.device
+        return self.model.init_state(lanes, form=form, device=home, dtype=self._state_dtype())
 
     def _state_dtype(self) -> torch.dtype:
         return torch.bfloat16 if "bf16" in str(self.trainer.precision) else self.dtype  # type: ignore[return-value]
@@ -400,8 +457,6 @@ class TransformerXLModule(L.LightningModule):
     def _accumulate(self, window: list[Batch], batch_idx: int, *, begins: bool) -> None:
         """Begin or go on with an optimizer step over several segments."""
         if begins:
-            if engine_of(self.trainer) is None:  # it has done so by itself
-                self.zero_grad()
             layout = getattr(self.trainer.train_dataloader, "layout", None)
             segments = self.config.trainer.segments_of_step(self.trainer.global_step)
             self._window = next_window(window[0], layout, segments=segments)
@@ -411,13 +466,15 @@ class TransformerXLModule(L.LightningModule):
         if (engine := engine_of(self.trainer)) is not None:
             engine.set_gradient_accumulation_boundary(self._window.ends_with(segment))
 
-    def _refuse_non_finite(self, losses_BT: Tensor) -> None:
+    def _refuse_non_finite(self, losses_BT: Tensor, chunk: Chunk) -> None:
         bad_B = ~losses_BT.detach().isfinite().all(dim=1)
         anyone = self.trainer.strategy.reduce(bad_B.any().float(), reduce_op="sum")
         if not anyone:
             return
-        everywhere: Any = self.all_gather(bad_B)  # (ranks, B) or (B,)
-        lanes = everywhere.flatten().nonzero().flatten().tolist()
+        everywhere = self.all_gather(bad_B).view(self.trainer.world_size, 1, -1)  # type: ignore[union-attr]
+        of_all = everywhere.new_zeros(len(everywhere), chunk.count, everywhere.shape[-1])
+        of_all[:, chunk.index] = everywhere[:, 0]
+        lanes = of_all.flatten().nonzero().flatten().tolist()
         raise NonFiniteLoss(f"loss is not finite at step {self.trainer.global_step}, lanes {lanes}: {self._cure()}")
 
     def _cure(self) -> str:

@@ -33,3 +33,11 @@ def restore(saved: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(saved["torch"])
     if device.type == "cuda" and "cuda" in saved:
         torch.cuda.set_rng_state(saved["cuda"], device)
+
+
+def reseed(*numbers: int) -> None:
+    """Seed the generators of python, numpy and torch, GPUs too, from several numbers at once."""
+    words = np.random.SeedSequence(numbers).generate_state(3)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    torch.manual_seed(int(words[2]))

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies.strategy import Strategy
 from txl_lightning.config import Config, ConfigError, StrategyConfig
 from txl_lightning.errors import suggest
 from txl_lightning.training import folders
+from txl_lightning.training.ddp import LanesDDP
 
 OWNED = {
     "train_batch_size": "data.batch_size",
@@ -60,7 +61,7 @@ def build_strategy(config: Config, *, device: str) -> str | Strategy:
         return "auto"
     timeout = datetime.timedelta(seconds=keys.timeout_s)
     if keys.name == "ddp":
-        return DDPStrategy(timeout=timeout)
+        return LanesDDP(timeout=timeout)
     _prepare_import(device)
     return FolderDeepSpeed(settings(config, device=device), timeout=timeout, title=keys.title)
 
