@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 
+from tests.ranks import on_ranks, start
 from tests.tiny import MODEL, RUN, Losses, tiny_config, write_corpus
 from txl_lightning import cli
 from txl_lightning.commands import fit as fit_command
@@ -203,17 +203,6 @@ def forked(work: Callable[[], int]) -> int:
     return os.waitpid(start(work), 0)[1]
 
 
-def start(work: Callable[[], int]) -> int:
-    """Number of a child process that does the work and exits with what it returns."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(work())
-        finally:
-            os._exit(99)
-    return child
-
-
 def test_resume_goes_on_in_the_folder_of_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ["run_dir=run", "logger=[csv,tensorboard]"]
     assert cli.main(typed("run_dir=whole", "logger=[csv,tensorboard]")) == 0
@@ -231,12 +220,12 @@ def test_resume_goes_on_in_the_folder_of_the_run(here: Path, capsys: pytest.Capt
     assert "the folder holds a run already" in capsys.readouterr().err
 
 
-def curve(run: Path) -> list[tuple[int, float]]:
+def curve(run: Path, name: str = "train/loss") -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run))
     events.Reload()
-    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+    return [(event.step, event.value) for event in events.Scalars(name)]
 
 
 def test_auto_finds_the_newest_run_that_agrees(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -416,25 +405,21 @@ def test_thirty_random_kills_change_nothing(here: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_two_ranks_resume_exactly(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has its own generators: dropout goes on on both."""
-    keys = ["trainer.devices=2", "strategy=ddp", "trainer.max_steps=8", "logger=csv", "trainer.val_check_interval=3"]
+def test_two_ranks_resume_exactly(here: Path) -> None:
+    """Twice; the first stop is where a validation is due. Each rank has its own generators: dropout goes on on both."""
+    keys = ["trainer.devices=2", "strategy=ddp", "trainer.max_steps=8", "trainer.val_check_interval=3"]
+    keys += ["logger=[csv,tensorboard]", "trainer.accumulate_grad_batches=2"]
     commands = [
         typed("run_dir=whole", *keys),
-        typed("run_dir=run", *keys, "trainer.stop_at_step=5"),
+        typed("run_dir=run", *keys, "trainer.stop_at_step=3"),
+        ["fit", "resume=run", "trainer.stop_at_step=5"],
         ["fit", "resume=run"],
     ]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-
-    def rank(number: int) -> int:
-        os.environ["LOCAL_RANK"] = str(number)
-        return max(map(cli.main, commands))
-
-    children = [start(lambda number=number: rank(number)) for number in (0, 1)]  # type: ignore[misc]
-    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    on_ranks(2, lambda: max(map(cli.main, commands)))
     assert_same(here / "whole", here / "run")
+    for name in ("train/loss", "val/loss", "optim/lr"):
+        assert curve(here / "run", name) == curve(here / "whole", name) != []
+    result = json.loads((here / "run" / "result.json").read_text())
+    assert curve(here / "run", "final/loss")[-1][1] == pytest.approx(result["val"]["loss"])
     first, second = saved(here / "run")["txl_lightning"]["ranks"]
     assert not torch.equal(first["rng"]["torch"], second["rng"]["torch"])
