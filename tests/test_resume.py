@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -381,27 +380,6 @@ def test_a_killed_run_ends_as_an_undisturbed_one(here: Path) -> None:
     assert forked(lambda: cli.main(typed(*KILLED))) == 0
     assert unequal(saved(here / "whole"), saved(here / "run")) == []
     assert not list((here / "run" / "checkpoints").glob(".*"))
-
-
-@pytest.mark.slow
-def test_thirty_random_kills_change_nothing(here: Path) -> None:
-    keys = ["trainer.max_steps=60", "trainer.save_every_steps=1"]
-    assert cli.main(typed("run_dir=whole", *keys)) == 0
-    draw, kills = random.Random(5), 0
-    for number in range(30):
-        run = [f"run_dir=run{number}", "resume=auto"]
-
-        def work() -> int:
-            timer = threading.Timer(draw.uniform(0.1, 3.0), lambda: os.kill(os.getpid(), signal.SIGKILL))
-            timer.daemon = True
-            timer.start()
-            return cli.main(typed(*run, *keys))  # noqa: B023
-
-        kills += forked(work) == signal.SIGKILL
-        draw.random()
-        assert forked(lambda: cli.main(typed(*run, *keys))) == 0  # noqa: B023
-        assert unequal(saved(here / "whole"), saved(here / f"run{number}")) == []
-    assert kills > 10
 
 
 @pytest.mark.distributed
