@@ -239,7 +239,8 @@ def test_dry_run_counts_the_model_the_optimizer_and_the_average(tmp_path: Path) 
     assert clustered.activation_bytes == pytest.approx(plain.activation_bytes, rel=0.05)
     carry, window = "memory.gradient=carry", ["trainer.bptt_segments=3", "trainer.accumulate_grad_batches=3"]
     alone, together = (dry_run.needs(tiny_config(tmp_path, carry, *keys)) for keys in ([], window))
-    assert together.activation_bytes == 3 * alone.activation_bytes  # one graph holds the whole window
+    # one graph holds the whole window
+    assert together.activation_bytes == pytest.approx(3 * alone.activation_bytes, rel=0.15)
     other = dry_run.needs(tiny_config(tmp_path, "optim=sgd", "optim.ema=0.9"))
     assert other.optimizer_bytes == other.parameter_bytes
     steps = ["trainer.max_steps=20", "trainer.accumulate_grad_batches=4", "trainer.accumulate_from_step=6"]

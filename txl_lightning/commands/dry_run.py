@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +15,11 @@ from txl_lightning.commands.output import bytes_in_words
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.lanes import LaneLayout
 from txl_lightning.data.store import Meta, sample, survey
-from txl_lightning.model.transformer import TransformerXL
+from txl_lightning.training.footprint import Footprint, footprint
 from txl_lightning.training.optim import optimizer_bytes
 from txl_lightning.training.trainer import device_kind, resolve_precision
-from txl_lightning.types import Chunk, n_byte
+from txl_lightning.training.trouble import what_saves_memory
+from txl_lightning.training.zero import Held, held_by_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +33,17 @@ class Needs:
     optimizer_bytes: int
     state_bytes: int
     state_share: float  # of it that is on the device during a step
-    activation_bytes: int  # of one chunk of lanes
+    activation_bytes: int
     steps_per_epoch: int  # once accumulation has begun
     epochs: float  # in max_steps
     available_bytes: int | None  # None: the device does not say
+    host_bytes: int = 0  # in main memory, where what is computed with on the device is kept
 
     @property
     def total_bytes(self) -> int:
-        """All of it at the end of a forward pass, the highest point."""
+        """All of it at the highest point of a step."""
         weights = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-        return weights + round(2 * self.state_bytes * self.state_share) + self.activation_bytes
+        return weights + round(self.state_bytes * self.state_share) + self.activation_bytes
 
 
 def needs(config: Config) -> Needs:
@@ -51,66 +52,56 @@ def needs(config: Config) -> Needs:
     Raises:
         ConfigError: it is more than the device has.
     """
-    lanes = config.data.batch_size // (config.trainer.devices * config.trainer.num_nodes)
-    precision = resolve_precision(config)
-    dtype = {"16": torch.float16, "bf": torch.bfloat16}.get(precision[:2], torch.float32)
-    with torch.device("meta"):
-        model = TransformerXL(config)
-    if precision == "bf16-true":
-        model = model.to(torch.bfloat16)
-    state = model.init_state(lanes, dtype=torch.bfloat16 if "bf16" in precision else torch.float32)
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    count = sum(parameter.numel() for parameter in model.parameters())
-    segments, keys = segments_per_epoch(config, survey(config.data)), config.trainer
+    keys, kind, precision = config.trainer, device_kind(config), resolve_precision(config)
+    ranks = keys.devices * keys.num_nodes
+    targets_BT = some_targets(config, config.data.batch_size // ranks)
+    elsewhere = config.memory.offload == "cpu" and kind != "cpu"
+    step = footprint(
+        config, targets_BT, precision=precision, kind=kind, chunks=keys.lane_chunks, state_stays=not elsewhere
+    )
+    held = _held(config, step, ranks=ranks, kind=kind, precision=precision)
+    segments = segments_per_epoch(config, survey(config.data))
     alone = min(keys.accumulate_from_step, keys.max_steps)
     steps_per_epoch = -(-segments // keys.accumulate_grad_batches)
-    chunk = {key: Chunk(0, keys.lane_chunks).of(tensor) for key, tensor in state.items()}
-    one_segment = _saved_for_backward(model, chunk, config, mixed=precision.endswith("mixed"), dtype=dtype)
-    elsewhere = config.memory.offload == "cpu" and device_kind(config) != "cpu"
     found = Needs(
-        parameters=count,
-        memory_parameters=count - config.model.num_params(),
-        **_weight_bytes(config, weights, bf16=precision == "bf16-mixed"),
-        state_bytes=n_byte(state),
+        parameters=step.parameters,
+        memory_parameters=step.parameters - config.model.num_params(),
+        parameter_bytes=held.parameter_bytes,
+        gradient_bytes=held.gradient_bytes,
+        optimizer_bytes=held.optimizer_bytes,
+        host_bytes=held.host_bytes + (2 * step.state_bytes if elsewhere else 0),
+        state_bytes=step.state_bytes,
         state_share=1 / keys.lane_chunks if elsewhere else 1.0,
-        activation_bytes=one_segment * keys.bptt_segments,  # one backward pass goes through all of them
+        activation_bytes=step.activation_bytes,
         steps_per_epoch=steps_per_epoch,
         epochs=alone / segments + (keys.max_steps - alone) / steps_per_epoch,
-        available_bytes=_available(device_kind(config)),
+        available_bytes=_available(kind),
     )
-    if found.available_bytes is not None and found.total_bytes > found.available_bytes:
-        needed, there = bytes_in_words(found.total_bytes), bytes_in_words(found.available_bytes)
-        rule = f"a step needs {needed} per rank and the device has {there}"
-        cure = (
-            "raise trainer.lane_chunks, lower data.batch_size, data.segment_len or memory.mem_len, "
-            "or set model.checkpointing=true"
-        )
-        raise ConfigError("data.batch_size", config.data.batch_size, rule, cure)
+    _refuse_too_much(found, config)
     return found
 
 
-def _weight_bytes(config: Config, weights: int, *, bf16: bool) -> dict[str, int]:
-    """What parameters, gradients and optimizer take on the device of one rank.
+def _held(config: Config, step: Footprint, *, ranks: int, kind: str, precision: str) -> Held:
+    """What weights, gradients and optimizer take on one rank. DeepSpeed turns weights to bfloat16 in mixed precision."""
+    keys = config.strategy
+    half = keys.sharded and precision == "bf16-mixed"
+    return held_by_rank(
+        stage=keys.stage,
+        offload_optimizer=keys.offload_optimizer and kind != "cpu",
+        offload_parameters=keys.offload_parameters and kind != "cpu",
+        ranks=ranks,
+        parameters=step.parameters,
+        parameter_bytes=step.parameter_bytes // 2 if half else step.parameter_bytes,
+        optimizer_bytes=optimizer_bytes(step.parameter_bytes, config.optim),
+    )
 
-    Args:
-        config: the whole configuration.
-        weights: bytes of all parameters.
-        bf16: DeepSpeed turns them to bfloat16.
-    """
-    keys, own = config.strategy, weights
-    optimizer = optimizer_bytes(weights, config.optim)
-    if keys.sharded and (bf16 or keys.stage):
-        own = weights // 2 if bf16 else weights
-        optimizer += weights  # the float32 copy that is updated
-    if keys.offload_optimizer and device_kind(config) != "cpu":
-        optimizer = 0
-    stage = keys.stage or 0
-    share = config.trainer.devices * config.trainer.num_nodes
-    return {
-        "parameter_bytes": own if stage < 3 else -(-own // share),
-        "gradient_bytes": own if stage < 2 else -(-own // share),
-        "optimizer_bytes": optimizer if stage < 1 else -(-optimizer // share),
-    }
+
+def _refuse_too_much(found: Needs, config: Config) -> None:
+    if found.available_bytes is None or found.total_bytes <= found.available_bytes:
+        return
+    needed, there = bytes_in_words(found.total_bytes), bytes_in_words(found.available_bytes)
+    rule = f"a step needs {needed} per rank and the device has {there}"
+    raise ConfigError("data.batch_size", config.data.batch_size, rule, what_saves_memory(config))
 
 
 def show_needs(config: Config) -> None:
@@ -129,36 +120,11 @@ def show_needs(config: Config) -> None:
     }
     for name, label in labels.items():
         table.add_row(label, bytes_in_words(getattr(found, f"{name}_bytes")))
+    if found.host_bytes:
+        table.add_row("in main memory instead", bytes_in_words(found.host_bytes))
     table.add_row("optimizer steps per epoch", f"{found.steps_per_epoch:,}")
     table.add_row("epochs in max_steps", f"{found.epochs:.2f}")
     Console().print(table)
-
-
-def _saved_for_backward(
-    model: TransformerXL, state: dict[str, Tensor], config: Config, *, mixed: bool, dtype: torch.dtype
-) -> int:
-    """Bytes of distinct tensors that autograd keeps during one forward pass, parameters not counted."""
-    own = {id(parameter) for parameter in model.parameters()}
-    kept: dict[Any, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        base = tensor._base if tensor._base is not None else tensor
-        if id(base) not in own:
-            storage = base.untyped_storage()
-            kept[storage._cdata] = storage.nbytes()
-        return tensor
-
-    lanes = state["age"].shape[0]
-    targets = some_targets(config, lanes)
-    tokens = targets.to("meta")
-    model.train()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        with torch.autocast("cpu", dtype=dtype, enabled=mixed):
-            out = model(tokens, state, None, targets)
-        assert out.losses_BT is not None
-        loss = out.losses_BT.sum()
-    assert loss.requires_grad  # keeps the graph, and so every storage, alive until here
-    return sum(kept.values())
 
 
 def some_targets(config: Config, lanes: int) -> Tensor:

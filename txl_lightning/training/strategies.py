@@ -61,7 +61,8 @@ def build_strategy(config: Config, *, device: str) -> str | Strategy:
         return "auto"
     timeout = datetime.timedelta(seconds=keys.timeout_s)
     if keys.name == "ddp":
-        return LanesDDP(timeout=timeout)
+        # gradients in the buffers that are sent, else each rank holds them twice
+        return LanesDDP(timeout=timeout, gradient_as_bucket_view=True)
     _prepare_import(device)
     return FolderDeepSpeed(settings(config, device=device), timeout=timeout, title=keys.title)
 
