@@ -16,7 +16,7 @@ from tests.tiny import tiny_config
 from txl_lightning.commands import dry_run
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.model.transformer import TransformerXL
-from txl_lightning.training.footprint import LiveBytes, tail_counts
+from txl_lightning.training.footprint import LiveBytes, footprint, tail_counts
 from txl_lightning.training.optim import build_optimizer
 from txl_lightning.training.zero import held_by_rank
 from txl_lightning.types import State, detach, n_byte
@@ -106,6 +106,16 @@ def test_each_rank_has_its_lanes_and_all_the_weights(tmp_path: Path) -> None:
     assert (both.parameter_bytes, both.gradient_bytes) == (alone.parameter_bytes, alone.gradient_bytes)
     assert 2 * both.state_bytes == alone.state_bytes
     assert both.activation_bytes == pytest.approx(alone.activation_bytes / 2, rel=0.15)
+
+
+def test_lanes_in_chunks_need_the_activations_of_one(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "data.batch_size=8")
+    targets_BT = dry_run.some_targets(config, 8)
+    keys: dict[str, Any] = {"precision": "32-true", "kind": "cpu"}
+    whole, one = footprint(config, targets_BT, **keys), footprint(config, targets_BT[:2], **keys)
+    parts = footprint(config, targets_BT, **keys, chunks=4)
+    assert parts.state_bytes == whole.state_bytes
+    assert parts.activation_bytes == one.activation_bytes + 3 * one.state_bytes < whole.activation_bytes
 
 
 def test_live_bytes_follow_storages_not_views() -> None:

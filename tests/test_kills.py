@@ -1,4 +1,4 @@
-"""Thirty runs die by SIGKILL at random moments; what `resume=auto` makes of them is the undisturbed run, bit for bit."""
+"""Thirty runs die by SIGKILL at random moments; `resume=auto` makes of each the undisturbed run, bit for bit."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def needs(config: Config) -> Needs:
 
 
 def _held(config: Config, step: Footprint, *, ranks: int, kind: str, precision: str) -> Held:
-    """What weights, gradients and optimizer take on one rank. DeepSpeed turns weights to bfloat16 in mixed precision."""
+    """What weights, gradients and optimizer take on one rank; in mixed precision DeepSpeed turns weights to bfloat16."""
     keys = config.strategy
     half = keys.sharded and precision == "bf16-mixed"
     return held_by_rank(
