@@ -19,7 +19,7 @@ from txl_lightning import TextDataModule, TransformerXLModule, load_checkpoint
 from txl_lightning.commands import fit as fit_command
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.evaluation.cached import evaluate
-from txl_lightning.training.module import NonFiniteLoss
+from txl_lightning.training.divergence import NonFiniteLoss
 from txl_lightning.training.optim import build_optimizer, lr_factor
 from txl_lightning.training.stopping import GracefulStop
 from txl_lightning.training.trainer import build_trainer

@@ -261,6 +261,16 @@ class TrainerConfig(Section):
         minimum=1,
     )
     max_time: str | None = key(None, "save and end after so long, as HH:MM:SS or DD:HH:MM:SS; null: run on")
+    on_divergence: str = key(
+        "stop",
+        "when a loss or gradient is not finite, or max_loss_rise is passed: stop saves what was before and ends with "
+        "exit code 1; skip leaves the step out, so that only the place in the text and the schedule move on",
+        choices=("stop", "skip"),
+    )
+    max_loss_rise: float = key(
+        0.0, "nats per token a step's loss may lie above the running mean of the steps before it; 0: any", minimum=0
+    )
+    max_skipped_steps: int = key(10, "steps in a row that skip leaves out before it stops after all", minimum=1)
     detect_anomaly: bool = key(False, "let autograd name the operation that made a NaN (slow)")
 
     def check(self) -> None:
@@ -442,6 +452,10 @@ class Config(TopConfig):
         if not self.strategy.sharded:
             return
         title = self.strategy.title
+        for name, off in (("on_divergence", "stop"), ("max_loss_rise", 0.0)):
+            if getattr(self.trainer, name) != off:
+                cure = "leave it out, or use strategy=ddp"
+                raise self.trainer.refuse(name, f"strategy={title} makes its steps by itself", cure)
         if self.optim.ema:
             cure = "set it to 0, or use strategy=ddp"
             raise self.optim.refuse("ema", f"strategy={title} keeps no average of weights", cure)

@@ -82,7 +82,7 @@ def needs(config: Config) -> Needs:
 
 
 def _held(config: Config, step: Footprint, *, ranks: int, kind: str, precision: str) -> Held:
-    """What weights, gradients and optimizer take on one rank; in mixed precision DeepSpeed turns weights to bfloat16."""
+    """What weights, gradients and optimizer take on one rank; DeepSpeed makes the weights bfloat16 in bf16-mixed."""
     keys = config.strategy
     half = keys.sharded and precision == "bf16-mixed"
     return held_by_rank(

@@ -37,8 +37,9 @@ from txl_lightning.resume import AUTO, what_changes
 from txl_lightning.training import folders
 from txl_lightning.training.checkpointing import EndInside, checkpoint_callbacks, keep_if_best
 from txl_lightning.training.datamodule import TextDataModule
+from txl_lightning.training.divergence import Diverged
 from txl_lightning.training.lock import check_unlocked, locked
-from txl_lightning.training.module import NonFiniteLoss, TransformerXLModule
+from txl_lightning.training.module import TransformerXLModule
 from txl_lightning.training.optim import check_optimizer
 from txl_lightning.training.run_folder import (
     RESULT,
@@ -152,7 +153,7 @@ def run(config: Config, options: Options) -> None:
         print("resume=auto: no run to go on with, so this one starts afresh", flush=True)
     try:
         fitted = fit(config, stop=stop, resume=None if wanted == AUTO else wanted)
-    except NonFiniteLoss as error:
+    except Diverged as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(FAILED)
     if fitted.module.trainer.is_global_zero:
@@ -280,6 +281,7 @@ def _result(module: TransformerXLModule, data: TextDataModule) -> dict[str, Any]
         "validated_at_step": module.validated_at if "val" in module.scores else None,
         "parameters": n_parameter(module),
         "tokens": module.clock.tokens,
+        "skipped_steps": module.guard.skipped,
         "train_seconds": module.clock.seconds,
         "tokens_per_second": module.clock.rate(),
         "precision": str(module.trainer.precision),

@@ -22,7 +22,7 @@ from txl_lightning.comparison.progress import MatrixProgress
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.evaluation.cached import evaluate
 from txl_lightning.options import CompareOptions
-from txl_lightning.training.module import NonFiniteLoss
+from txl_lightning.training.divergence import Diverged
 from txl_lightning.training.run_folder import write_json
 from txl_lightning.training.stopping import GracefulStop
 from txl_lightning.training.trainer import device_kind
@@ -137,7 +137,7 @@ def measure(run: Run, *, seconds: float | None, progress: MatrixProgress, stop: 
     try:
         with redirect_stdout(io.StringIO()):
             result = fit(config, stop=stop, callbacks=[watch, *limit]).result
-    except NonFiniteLoss as error:
+    except Diverged as error:
         return {"failed": str(error)}
     peak_bytes = peak.read(kind)
     if stop.received is not None:

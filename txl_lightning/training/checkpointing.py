@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from txl_lightning.checkpoints import BEST, FOLDER, LAST, lane_files, manifest
 from txl_lightning.training import folders
-from txl_lightning.training.module import NonFiniteLoss
+from txl_lightning.training.divergence import Diverged
 from txl_lightning.training.stopping import GracefulStop, Stopped, StoppedNow
 from txl_lightning.training.strategies import is_sound
 
@@ -164,7 +164,7 @@ class SaveOnError(L.Callback):
         self.path = path
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        together = trainer.world_size == 1 or isinstance(exception, (NonFiniteLoss, Stopped))
+        together = trainer.world_size == 1 or isinstance(exception, (Diverged, Stopped))
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         wanted = fitting and together and trainer.global_step > 0 and not isinstance(exception, StoppedNow)
         if wanted and is_sound(pl_module):

@@ -48,7 +48,9 @@ class LaneState:
         self._started: dict[str, State] = {}  # fresh states that were read and not yet proposed upon
         self._proposed: dict[str, tuple[State, Position, Chunk]] = {}  # with the latest chunk
         self._loaded: SavedLanes | None = None  # all ranks' lanes from a checkpoint, until the first read
-        self._marked: tuple[State, SavedLanes | None, Position | None] | None = None
+        self._marked: tuple[State, SavedLanes | None, Position | None, Tensor | None] | None = None
+        self._began: Tensor | None = None  # (B,) bool: lanes that started anew since the last `mark`
+        self._owed: Tensor | None = None  # (B,) bool, see `roll_back`
 
     def read(self, stage: str, batch: Batch, init: Callable[[int], State], *, chunk: Chunk = ALL_LANES) -> State:
         """The state before this batch, on its device.
@@ -67,6 +69,24 @@ class LaneState:
             return state
         fresh = {key: tensor.to(device) for key, tensor in init(lanes).items()}
         return {key: lane_where(batch.segment.reset, fresh[key], old) for key, old in state.items()}
+
+    def due(self, batch: Batch) -> Batch:
+        """A training batch as it is to be read where steps may be rolled back; each one passes here once, in order.
+
+        Lanes start anew in it that had to in a segment that was rolled back.
+        """
+        segment = batch.segment
+        if self._owed is not None:
+            owed = self._owed.to(segment.reset.device)
+            segment = segment._replace(reset=segment.reset | owed)
+            self._owed = owed & (segment.length == 0)
+        began = segment.reset
+        if segment.document is not None:
+            last = (segment.length - 1).clamp(min=0)[:, None]
+            began = began | (segment.document.gather(1, last)[:, 0] != segment.document[:, 0])
+        began = began & (segment.length > 0)
+        self._began = began if self._began is None else self._began | began
+        return batch._replace(segment=segment)
 
     def propose(self, stage: str, state: State, batch: Batch, *, chunk: Chunk = ALL_LANES) -> None:
         """The state after this batch, to become the current one at `commit`; chunks come in their order."""
@@ -106,7 +126,21 @@ class LaneState:
 
     def mark(self) -> None:
         """Remember where training stands: an optimizer step is about to begin, and may read several segments."""
-        self._marked = (self._committed.get("train", {}), self._loaded, self.position)
+        self._marked = (self._committed.get("train", {}), self._loaded, self.position, self._owed)
+        self._began = None
+
+    def roll_back(self) -> None:
+        """Give the training lanes the memory of the last `mark` back; the position stays where it is.
+
+        What was read since then is left out of memory. A lane that began a new stream or document in it must not meet
+        the old one's memory again: it starts anew at the next segment that it has tokens in.
+        """
+        assert self._marked is not None and self._began is not None
+        state, self._loaded, _, _ = self._marked
+        self._committed.pop("train", None)
+        if state:
+            self._committed["train"] = state
+        self._owed = self._began if self._owed is None else self._began | self._owed
 
     def state_dict(self, *, marked: bool = False, own_only: bool = False) -> dict[str, Any]:
         """Training lanes of ALL ranks in global lane order, on the CPU, and the cursor. Every rank must call it.
@@ -115,8 +149,10 @@ class LaneState:
             marked: as they were at the last `mark`, where the weights of the latest optimizer step belong to.
             own_only: this rank's lanes only, under "own" instead of "lanes": a strategy that writes them must follow.
         """
-        state, loaded, position = self._at(marked=marked)
-        cursor = {"position": list(position) if position is not None else None}
+        state, loaded, position, owed = self._at(marked=marked)
+        cursor: dict[str, Any] = {"position": list(position) if position is not None else None}
+        if owed is not None:
+            cursor |= _gathered({"owed": owed.cpu().clone()})
         if own_only:
             return {"own": self._own(loaded) if loaded is not None else _on_cpu(state), **cursor}
         whole = loaded.part(0, loaded.n_lane) if loaded is not None else _gathered(_on_cpu(state))
@@ -124,7 +160,7 @@ class LaneState:
 
     def n_byte(self, *, marked: bool = False) -> int:
         """Bytes of the training lanes of all ranks."""
-        state, loaded, _ = self._at(marked=marked)
+        state, loaded, _, _ = self._at(marked=marked)
         return loaded.n_byte if loaded is not None else n_byte(state) * _world()[1]
 
     def unmark(self) -> None:
@@ -144,6 +180,8 @@ class LaneState:
             checkpoint: path of the file they come from, beside which the lanes may be.
         """
         self._loaded = saved_lanes(saved, checkpoint=checkpoint)
+        owed, (rank, world) = saved.get("owed"), _world()
+        self._owed = None if owed is None else owed.chunk(world)[rank]
         self._marked = None
         self._committed.pop("train", None)
         self.position = Position(*saved["position"]) if saved["position"] is not None else None
@@ -195,11 +233,11 @@ class LaneState:
         if self.offload and torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def _at(self, *, marked: bool) -> tuple[State, SavedLanes | None, Position | None]:
+    def _at(self, *, marked: bool) -> tuple[State, SavedLanes | None, Position | None, Tensor | None]:
         self._await_copies()
         if marked and self._marked is not None:
             return self._marked
-        return self._committed.get("train", {}), self._loaded, self.position
+        return self._committed.get("train", {}), self._loaded, self.position, self._owed
 
     @staticmethod
     def _own(saved: SavedLanes) -> State:

@@ -21,15 +21,12 @@ from txl_lightning.training.averaging import MovingAverage
 from txl_lightning.training.clock import Clock
 from txl_lightning.training.datamodule import TextDataModule
 from txl_lightning.training.ddp import LanesDDP
+from txl_lightning.training.divergence import Diverged, Guard, NonFiniteLoss
 from txl_lightning.training.lane_state import LaneState, stage_of
 from txl_lightning.training.metrics import TokenLoss, scores
 from txl_lightning.training.optim import Plateau, build_optimizer, build_schedule
 from txl_lightning.training.strategies import clips_itself, engine_of, is_sound
 from txl_lightning.types import Batch, Chunk, Position, State, detach
-
-
-class NonFiniteLoss(RuntimeError):
-    """The loss became NaN or infinite; training on would ruin the weights."""
 
 
 class TransformerXLModule(L.LightningModule):
@@ -52,6 +49,7 @@ class TransformerXLModule(L.LightningModule):
         self.model = model if model is not None else TransformerXL(config)
         self.lanes = LaneState(model_resets=True, offload=config.memory.offload == "cpu")
         self.clock = Clock()
+        self.guard = Guard(config.trainer)
         self.train_loss = TokenLoss()
         self.eval_loss = TokenLoss()
         self.scores: dict[str, dict[str, float]] = {}  # latest figures per stage, in full precision
@@ -62,6 +60,9 @@ class TransformerXLModule(L.LightningModule):
         self._resumed: dict[str, Any] | None = None  # what a checkpoint says of this rank, until training begins
         self._ended: dict[str, Any] | None = None  # what `_at_rest` gave when training ended, until it begins again
         self._window: Window | None = None  # segments of the optimizer step under way
+        self._sums: list[tuple[Tensor, Tensor]] = []  # loss and targets of what was read in it
+        self._loss: float | None = None  # mean of that, if the guard looks at it
+        self._left_out = False  # the latest optimizer step
         self._schedule: LRScheduler | None = None
         self._average = [MovingAverage(config.optim.ema)] if config.optim.ema else []
         self._reported: dict[str, Tensor] = {}  # what the latest training step's memory said
@@ -75,7 +76,7 @@ class TransformerXLModule(L.LightningModule):
         With `trainer.lane_chunks` the lanes are read in chunks, and all but the last are back-propagated here: what is
         given back has the value of all and the graph of the last.
         """
-        window = batch if isinstance(batch, list) else [batch]
+        window = [self.lanes.due(part) for part in (batch if isinstance(batch, list) else [batch])]
         count = self.config.trainer.lane_chunks
         check_chunks(len(window[0].tokens_BT), ranks=1, chunks=count)
         done = torch.zeros((), device=self.device)
@@ -94,7 +95,8 @@ class TransformerXLModule(L.LightningModule):
         for index, part in enumerate(parts):
             out = self._read(part, state if index % reach else detach(state))
             assert out.losses_BT is not None
-            self._refuse_non_finite(out.losses_BT, chunk)
+            if not self.guard.skips:  # which judges the step as a whole
+                self._refuse_non_finite(out.losses_BT, chunk)
             state, loss = out.state, loss + self._share_of_step(out, part)
         self.lanes.propose("train", state, parts[-1], chunk=chunk)
         self._note_memory(out, parts[-1], chunk)
@@ -111,7 +113,7 @@ class TransformerXLModule(L.LightningModule):
         """What some lanes of a segment add to the loss of its optimizer step, the mean over all the targets of that."""
         assert out.losses_BT is not None
         nll, n_own = out.losses_BT.sum(), batch.segment.length.sum()
-        self.train_loss.update(nll.detach(), n_own)
+        self._sums.append((nll.detach(), n_own))
         # the mean over the targets of all ranks and segments: ddp divides by the ranks, whose lanes may hold different
         # numbers of targets, lightning by the segments. auxiliary losses are means over the targets of these lanes
         n_target = self._window.n_target if self._window is not None else batch.n_target
@@ -156,6 +158,7 @@ class TransformerXLModule(L.LightningModule):
             raise ConfigError("optim.schedule", "plateau", "there is no validation whose loss it could watch", cure)
         self.lanes.seek(self.trainer.train_dataloader)
         self._unstepped = -1
+        self._sums.clear()
         if self.trainer.global_rank > 0:  # else lanes of different ranks would share their dropout masks
             torch.manual_seed(torch.initial_seed() + self.trainer.global_rank)
         if self._resumed is not None:
@@ -192,7 +195,10 @@ class TransformerXLModule(L.LightningModule):
             self.lanes.unmark()
             self._note_norm_of_engine()
         if self.logs_now():
-            self._log_scores("train", self.train_loss)
+            if self.train_loss.update_called:  # not if all steps since the last point were left out
+                self._log_scores("train", self.train_loss)
+            if self.guard.skips:
+                self.log_curves({"optim/skipped_steps": float(self.guard.skipped)})
             self.log_curves({f"memory/{name}": value for name, value in self._over_ranks(self._reported).items()})
             self.log_curves({"optim/lr": self.optimizers().param_groups[0]["lr"], "optim/grad_norm": self._grad_norm})  # type: ignore[union-attr]
             self._draw_point()
@@ -292,8 +298,45 @@ class TransformerXLModule(L.LightningModule):
     def _refuse_ruined_gradient(self) -> None:
         assert self._grad_norm is not None
         # in fp16 the scaler skips such steps by itself
-        if not self._grad_norm.isfinite() and self.trainer.precision != "16-mixed":
-            raise NonFiniteLoss(f"gradient is not finite at step {self.trainer.global_step}: {self._cure()}")
+        norm = torch.zeros(()) if self.trainer.precision == "16-mixed" else self._grad_norm
+        self._loss = self._loss_of_step()
+        why = self.guard.judge(loss=self._loss, grad_norm=norm)
+        if why is None:
+            return
+        if not self.guard.skips:
+            kind = Diverged if norm.isfinite() else NonFiniteLoss
+            raise kind(f"{why.removeprefix('the ')} at step {self.trainer.global_step}: {self._cure()}")
+        self.guard.leave_out(why, step=self.trainer.global_step)
+        self._left_out = True
+        for weight in self.parameters():
+            weight.grad = None  # optimizers pass over such weights
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """The optimizer step, unless the guard leaves it out: then nothing but the place in the text moves."""
+        before = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        self._left_out = False
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if self._left_out:
+            self.lanes.roll_back()
+            for group, values in zip(optimizer.param_groups, before, strict=True):
+                for name in set(group) - {"params", *values}:
+                    del group[name]
+                group.update(values)  # some optimizers count steps here
+        else:
+            self.guard.accept(self._loss)
+            for nll, count in self._sums:
+                self.train_loss.update(nll, count)
+        self._sums.clear()
+
+    def _loss_of_step(self) -> float | None:
+        """Mean loss over all targets of the optimizer step, of all ranks; None if the guard has no use for it."""
+        if not self.guard.needs_loss:
+            return None
+        sums = torch.stack([torch.stack([nll.to(self.train_loss.wide), count]) for nll, count in self._sums]).sum(dim=0)
+        nll, count = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
+        return nll / count
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Everything as at the border in front of the optimizer step under way. Every rank must come here."""
@@ -307,6 +350,7 @@ class TransformerXLModule(L.LightningModule):
             "vocab": None if (data := self._data()) is None else data.vocab.to_dict(),
             "ranks": self._of_all_ranks({name: resting[name] for name in ("rng", "train_loss")}),
             "clock": resting["clock"],
+            "divergence": resting["divergence"],
             "scores": self.scores,
             "validated_at": self.validated_at,
         }
@@ -340,9 +384,10 @@ class TransformerXLModule(L.LightningModule):
         if self._ended is not None:
             return self._ended
         if self._resumed is not None:  # nothing was trained yet
-            return {**self._resumed, "clock": self.clock.state_dict()}
-        own = {"rng": rng.capture(self.device), "train_loss": self.train_loss.sums()}
-        return {**own, "clock": self.clock.state_dict()}
+            own = self._resumed
+        else:
+            own = {"rng": rng.capture(self.device), "train_loss": self.train_loss.sums()}
+        return {**own, "clock": self.clock.state_dict(), "divergence": self.guard.state_dict()}
 
     def _of_all_ranks(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         world = self.trainer.world_size
@@ -357,6 +402,8 @@ class TransformerXLModule(L.LightningModule):
         if "ranks" not in saved:
             return
         self.clock.load_state_dict(saved["clock"])
+        if "divergence" in saved:
+            self.guard.load_state_dict(saved["divergence"])
         self.scores, self.validated_at = dict(saved["scores"]), saved["validated_at"]
         ranks, rank = saved["ranks"], self.trainer.global_rank
         if len(ranks) == self.trainer.world_size:
