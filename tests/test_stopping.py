@@ -15,6 +15,9 @@ import pytest
 import torch
 
 from tests.tiny import MODEL, RUN, write_corpus
+from txl_lightning.checkpoints import read_stand
+from txl_lightning.training import stopping
+from txl_lightning.training.stopping import GracefulStop
 
 # runs txl and sends itself a signal when a hook of the progress bar's kind is reached for the nth time
 SENDER = """
@@ -95,6 +98,30 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "result.json").exists()
 
 
+def test_a_signal_before_training_listens_ends_with_the_code_of_a_requeue(tmp_path: Path) -> None:
+    """While the checks import what they need: nothing was made, and the same command may be given again."""
+    (tmp_path / "early.py").write_text(
+        "import os, signal, sys\n"
+        "from txl_lightning import cli, jobs\n"
+        "jobs.build = lambda *a, **k: os.kill(os.getpid(), getattr(signal, sys.argv.pop(1)))\n"
+        "sys.exit(cli.main(sys.argv[2:]))\n"
+    )
+    for name in ("SIGTERM", "SIGUSR1"):
+        command = [sys.executable, "early.py", name, *fit_arguments(tmp_path)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        assert (done.returncode, done.stderr) == (75, "")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_that_the_checks_swallowed_still_ends_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = GracefulStop()
+    monkeypatch.setattr(stopping, "EARLY", [signal.SIGTERM])
+    with stop.listening():
+        assert (stop.exit_code, stop.name) == (75, "SIGTERM")
+
+
 def test_an_interrupt_ends_a_sweep(tmp_path: Path) -> None:
     arguments = fit_arguments(tmp_path, "seed=1,2", "run_dir=sweep")
     done = run(tmp_path, ["on_train_batch_end", "3", "SIGINT", "1"], *arguments, "-m")
@@ -111,23 +138,39 @@ def test_a_signal_in_an_evaluation_ends_it_with_its_code(name: str, code: int, t
     assert "Traceback" not in done.stderr and not (tmp_path / "found.json").exists()
 
 
+# runs txl; the second rank dies in its sixth step: it raises, or is killed
+DYING = """
+import os, signal, sys
+from txl_lightning import cli
+from txl_lightning.training.module import TransformerXLModule
+
+step = TransformerXLModule.training_step
+
+def dying(self, batch, batch_idx):
+    if batch_idx == 5 and self.global_rank == 1:
+        if HOW == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("rank 1 broke")
+    return step(self, batch, batch_idx)
+
+TransformerXLModule.training_step = dying
+sys.exit(cli.main())
+"""
+
+
 @pytest.mark.distributed
-def test_one_failing_rank_does_not_make_the_others_wait(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text(
-        "import os, sys\n"
-        "from txl_lightning import cli\n"
-        "from txl_lightning.training.module import TransformerXLModule\n"
-        "step = TransformerXLModule.training_step\n"
-        "def failing(self, batch, batch_idx):\n"
-        "    if batch_idx == 5 and self.global_rank == 1:\n"
-        "        raise RuntimeError('rank 1 broke')\n"
-        "    return step(self, batch, batch_idx)\n"
-        "TransformerXLModule.training_step = failing\n"
-        "sys.exit(cli.main())\n"
-    )
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", ["error: rank 1 died of RuntimeError: rank 1 broke (its own report is above)", "Traceback"]),
+        ("kill", ["error: rank 1 was killed by SIGKILL"]),
+    ],
+)
+def test_a_rank_that_dies_ends_the_others_and_is_named(how: str, said: list[str], tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(f"HOW = {how!r}\n{DYING}")
     arguments = fit_arguments(tmp_path, "trainer.devices=2", "strategy=ddp", "strategy.timeout_s=20")
     process: Any = subprocess.Popen(
-        [sys.executable, "fails.py", *arguments],
+        [sys.executable, "dies.py", *arguments],
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -136,12 +179,13 @@ def test_one_failing_rank_does_not_make_the_others_wait(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=240)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode not in (0, 2, 75, 130)
-    assert "rank 1 broke" in errors
+    assert process.returncode == 1, errors
+    assert all(words in errors for words in said), errors
+    assert not (tmp_path / "run" / ".lock").exists() and not list(tmp_path.glob("run/**/.*.part"))
 
 
 @pytest.mark.slow
@@ -163,13 +207,11 @@ def test_sigterm_under_deepspeed_saves_and_asks_for_a_requeue(tmp_path: Path) ->
     said = (tmp_path / "out").read_text()
     assert code == 75, said
     assert "Traceback" not in said and "stopped by SIGTERM" in said
-    from txl_lightning.checkpoints import read_step
-
-    steps = read_step(str(last))
+    steps = read_stand(str(last)).step
     assert steps >= 5 and json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == steps
     more = ["fit", "resume=run", f"trainer.stop_at_step={steps + 2}"]
     done = subprocess.run([sys.executable, "-m", "txl_lightning", *more], cwd=tmp_path, timeout=240)
-    assert done.returncode == 0 and read_step(str(last)) == steps + 2
+    assert done.returncode == 0 and read_stand(str(last)).step == steps + 2
     assert sorted(path.name for path in last.parent.iterdir() if path.is_dir() and not path.is_symlink()) == sorted(
         {os.readlink(link) for link in last.parent.iterdir() if link.is_symlink()}
     )

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from txl_lightning.arguments import Arguments, take_apart
 from txl_lightning.errors import ConfigError, suggest
-from txl_lightning.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED
+from txl_lightning.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, REQUEUE
 from txl_lightning.options import COMMANDS
+from txl_lightning.signals import EARLY, stopping_early
 
 if TYPE_CHECKING:
     from txl_lightning.config import Config, Options
@@ -40,13 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _share_cores()
     try:
-        return _dispatch(take_apart(sys.argv[1:] if argv is None else argv))
+        with stopping_early():
+            return _dispatch(take_apart(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         from txl_lightning.jobs import refuse
 
         return refuse(error)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except SystemExit:
+        if EARLY:
+            return REQUEUE
+        raise
     except Exception:
         traceback.print_exc()
         return FAILED

@@ -390,6 +390,9 @@ class EvalConfig(Section):
     segment_len: int | None = key(None, "tokens of a segment; null: data.segment_len", minimum=1)
 
 
+RUNS = "runs"
+"""Folder of runs that were given none."""
+
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelConfig,
     "optim": OptimConfig,

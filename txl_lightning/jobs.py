@@ -45,6 +45,7 @@ from txl_lightning.process import (
     replaced_argv,
 )
 from txl_lightning.ranks import is_first_rank, ranks_started
+from txl_lightning.watch import tell, watching
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,7 +263,7 @@ def _run_job(request: Request, *, folder: str) -> int:
         config, options = build(request.typed, command=request.command, config_dir=request.config_dir, stored=stored)
         config = dataclasses.replace(config, run_dir=_run_dir(config, command=request.command, folder=folder))
         with _relaunchable(request, run_dir=config.run_dir), own_environment(), first_rank_prints(), quiet_lightning():
-            call("run", config, options, request)
+            return _run_watched(config, options, request)
     except ConfigError as error:
         return refuse(error, request.typed)
     except KeyboardInterrupt:
@@ -272,6 +273,23 @@ def _run_job(request: Request, *, folder: str) -> int:
     except Exception:
         traceback.print_exc()
         return FAILED
+
+
+def _run_watched(config: Config, options: Options, request: Request) -> int:
+    """Run the command; its exit code. An error that is no refusal is told here, where it is known which ranks live."""
+    with watching(ranks=config.trainer.devices * config.trainer.num_nodes) as watch:
+        try:
+            call("run", config, options, request)
+        except ConfigError:
+            watch.end(failed=True)
+            raise
+        except Exception as error:
+            from txl_lightning.training.trouble import explain
+
+            training = "resume" in names(COMMANDS[request.command].options) or request.command in ("compare", "demo")
+            tell(error, explain(error, config, training=training), watch)
+            watch.end(failed=True)
+            return FAILED
     return DONE
 
 

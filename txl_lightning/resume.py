@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from txl_lightning.compose import compose_job
-from txl_lightning.config import Config
+from txl_lightning.config import RUNS, Config
 from txl_lightning.errors import ConfigError, yaml_text
 from txl_lightning.keys import names
 from txl_lightning.options import FitOptions
@@ -19,7 +19,6 @@ from txl_lightning.overrides import Typed
 from txl_lightning.ranks import chunks_for_fewer
 
 AUTO = "auto"
-RUNS = "runs"
 OF_ONE_INVOCATION = ("stop_at_step", "max_time")
 MAY_DIFFER = (
     *("run_dir", "dry_run", "experiment", "logger*", "callbacks*", "eval*", "strategy*"),
@@ -197,11 +196,15 @@ def _in_folder(folder: str, fresh: Config) -> Path | None:
 
 
 def _newest(fresh: Config) -> Path | None:
-    """The `last` written latest among the runs under `runs/` that agree with a configuration."""
+    """The `last` of the run started latest among those under `runs/` that agree with a configuration."""
     from txl_lightning.checkpoints import FOLDER, LAST
+    from txl_lightning.training.run_folder import order_of
+
+    def newness(file: Path) -> tuple[int, float]:
+        return order_of(file.parent.parent), file.stat().st_mtime
 
     found = [path for depth in ("*", "*/*", "*/*/*") for path in Path(RUNS).glob(f"{depth}/{FOLDER}/{LAST}")]
-    for file in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+    for file in sorted(found, key=newness, reverse=True):
         try:
             text = (file.parent.parent / "config.yaml").read_text(encoding="utf-8")
             there = Config.from_dict(start_values(yaml.safe_load(text)))

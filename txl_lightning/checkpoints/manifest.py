@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
@@ -106,14 +107,19 @@ def keep_previous(target: Path) -> None:
     part.replace(target.with_name(PREVIOUS))
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str, *, errors: str = "strict") -> None:
     """Write a text file so that it is the old or the new one whenever the process dies."""
     part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("w", encoding="utf-8", errors=errors) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()  # the disk may be full
+        raise
 
 
 def sync_folder(folder: Path) -> None:

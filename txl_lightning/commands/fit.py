@@ -28,21 +28,20 @@ from txl_lightning.checkpoints import (
 )
 from txl_lightning.checkpoints.manifest import remove_parts
 from txl_lightning.commands.dry_run import segments_per_epoch, show_needs
-from txl_lightning.config import Config, ConfigError, Options
+from txl_lightning.config import RUNS, Config, ConfigError, Options
 from txl_lightning.data.store import Meta, Survey, survey
 from txl_lightning.data.vocab import from_dict
-from txl_lightning.exit_codes import FAILED
 from txl_lightning.ranks import is_first_rank
 from txl_lightning.resume import AUTO, what_changes
 from txl_lightning.training import folders
 from txl_lightning.training.checkpointing import EndInside, checkpoint_callbacks, keep_if_best
 from txl_lightning.training.datamodule import TextDataModule
-from txl_lightning.training.divergence import Diverged
 from txl_lightning.training.lock import check_unlocked, locked
 from txl_lightning.training.module import TransformerXLModule
 from txl_lightning.training.optim import check_optimizer
 from txl_lightning.training.run_folder import (
     RESULT,
+    check_writable,
     forget_facts,
     read_facts,
     refuse_used_folder,
@@ -68,6 +67,8 @@ def check(config: Config, options: Options) -> None:
     wanted = getattr(options, "resume", None)
     if not config.dry_run and wanted is None:
         refuse_used_folder(config.run_dir)
+    if not config.dry_run:
+        check_writable(config.run_dir if config.run_dir is not None else RUNS)
     if config.run_dir is not None:
         check_unlocked(Path(config.run_dir))
     check_devices(config)
@@ -151,11 +152,7 @@ def run(config: Config, options: Options) -> None:
     stop, wanted = graceful_stop(config), getattr(options, "resume", None)
     if wanted == AUTO:
         print("resume=auto: no run to go on with, so this one starts afresh", flush=True)
-    try:
-        fitted = fit(config, stop=stop, resume=None if wanted == AUTO else wanted)
-    except Diverged as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(FAILED)
+    fitted = fit(config, stop=stop, resume=None if wanted == AUTO else wanted)
     if fitted.module.trainer.is_global_zero:
         show_result(fitted)
     if stop.exit_code:

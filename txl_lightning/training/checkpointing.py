@@ -18,6 +18,7 @@ from txl_lightning.training import folders
 from txl_lightning.training.divergence import Diverged
 from txl_lightning.training.stopping import GracefulStop, Stopped, StoppedNow
 from txl_lightning.training.strategies import is_sound
+from txl_lightning.training.trouble import NotWritten, names_its_file
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -27,6 +28,7 @@ class WholeFiles(TorchCheckpointIO):
     In a run's folder size and hash go to the manifest first, and the `last` before the latest stays as `previous`.
     """
 
+    @names_its_file
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -166,6 +168,7 @@ class SaveOnError(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         together = trainer.world_size == 1 or isinstance(exception, (Diverged, Stopped))
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        wanted = fitting and together and trainer.global_step > 0 and not isinstance(exception, StoppedNow)
+        useless = isinstance(exception, (StoppedNow, NotWritten))
+        wanted = fitting and together and trainer.global_step > 0 and not useless
         if wanted and is_sound(pl_module):
             trainer.save_checkpoint(self.path)

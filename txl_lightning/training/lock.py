@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,6 +38,14 @@ def locked(run_dir: Path) -> Iterator[None]:
         os.close(file)
 
 
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        cure = "get the right to write there, or name another folder"
+        raise ConfigError("run_dir", path.parent, f"cannot be written to: {error.strerror}", cure) from error
+
+
 def check_unlocked(run_dir: Path) -> None:
     """Raises ConfigError: a process uses the folder."""
     if fcntl is not None and (run_dir / LOCK).exists():
@@ -45,11 +55,14 @@ def check_unlocked(run_dir: Path) -> None:
 def _acquire(run_dir: Path) -> int:
     path = run_dir / LOCK
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = _open(path)
         try:
             # of the process, not of the open file: workers that outlive a killed process do not keep it
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):  # some network file systems know no locks
+                print(f"{run_dir} cannot be locked ({error.strerror}): start no second run in it", file=sys.stderr)
+                return file
             owner = os.read(file, 32).decode(errors="replace").strip()
             os.close(file)
             rule = f"process {owner or 'of another run'} is training in this folder"

@@ -13,8 +13,9 @@ from typing import Any
 
 import yaml
 
+from txl_lightning.checkpoints import FOLDER
 from txl_lightning.checkpoints.manifest import replace_text
-from txl_lightning.config import Config, ConfigError
+from txl_lightning.config import RUNS, Config, ConfigError
 from txl_lightning.data.store import Meta
 
 CONFIG, FACTS, RESULT = "config.yaml", "run.json", "result.json"
@@ -29,6 +30,16 @@ def refuse_used_folder(run_dir: str | None) -> None:
         raise ConfigError("run_dir", run_dir, "the folder holds a run already", "name another folder")
 
 
+def check_writable(run_dir: str) -> None:
+    """Raises ConfigError: the folder, or the first one above it that is there, may not be written to."""
+    path = Path(os.path.abspath(os.path.expanduser(run_dir)))
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    for folder in (there, path / FOLDER):
+        if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+            rule = f"{folder} is read-only or belongs to somebody else"
+            raise ConfigError("run_dir", run_dir, rule, "get the right to write there, or name another folder")
+
+
 def read_facts(run_dir: Path) -> dict[str, Any]:
     """What `write_facts` wrote as JSON; empty if it cannot be read."""
     try:
@@ -36,6 +47,17 @@ def read_facts(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return held if isinstance(held, dict) else {}
+
+
+def runs_under(folder: str) -> list[Path]:
+    """Run folders up to three levels below a folder."""
+    return [path.parent for depth in ("*", "*/*", "*/*/*") for path in Path(folder).glob(f"{depth}/{FACTS}")]
+
+
+def order_of(run_dir: Path) -> int:
+    """Place of a run among those under `runs/`, by when it was last started; unlike times, clocks cannot mix it up."""
+    order = read_facts(run_dir).get("order")
+    return order if isinstance(order, int) else 0
 
 
 def write_facts(run_dir: Path, config: Config, meta: Meta, *, resumed_at: int | None = None) -> None:
@@ -47,11 +69,13 @@ def write_facts(run_dir: Path, config: Config, meta: Meta, *, resumed_at: int | 
     text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
     replace_text(run_dir / CONFIG, text)
     before = read_facts(run_dir) if resumed_at is not None else {}
+    order = 1 + max(map(order_of, runs_under(RUNS)), default=0)
     if before:
         resumed = [*before.get("resumed", []), {"step": resumed_at, "command": sys.argv, "git": git_state()}]
-        write_json(run_dir / FACTS, {**before, "resumed": resumed})
+        write_json(run_dir / FACTS, {**before, "order": order, "resumed": resumed})
         return
     facts = {
+        "order": order,
         "command": sys.argv,
         "seed": config.seed,
         "data_fingerprint": meta.fingerprint,
@@ -73,7 +97,7 @@ def write_json(path: Path, value: Any) -> None:
     """Indented JSON with a final newline."""
     # a path may hold bytes that are no text: the escape of such a surrogate is the one that JSON has
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    path.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
+    replace_text(path, f"{text}\n", errors="backslashreplace")
 
 
 def git_state() -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as L
 
 from txl_lightning.exit_codes import INTERRUPTED, REQUEUE
+from txl_lightning.signals import EARLY
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
@@ -62,6 +63,8 @@ class GracefulStop(L.Callback):
         """Handle the signals inside the block; afterwards they are as before."""
         before = {number: signal.getsignal(number) for number in SIGNALS}
         self._listen()
+        if self.received is None and EARLY:
+            self.received = EARLY[-1]
         try:
             yield
         finally:

@@ -10,6 +10,8 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -43,7 +45,7 @@ def build_trainer(config: Config, *, callbacks: Sequence[L.Callback] = (), logge
         detect_anomaly=keys.detect_anomaly,
         logger=list(loggers) or False,
         callbacks=list(callbacks),
-        plugins=[WholeFiles()],
+        plugins=[WholeFiles(), *_cluster()],
         use_distributed_sampler=False,
         enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
         enable_progress_bar=False,
@@ -140,3 +142,9 @@ def resolve_precision(config: Config) -> str:
         "mps": lambda: False,
     }
     return "bf16-mixed" if native[kind]() else "32-true"
+
+
+def _cluster() -> list[SLURMEnvironment]:
+    """SLURM's environment where there is one. Requeueing is left to the job's script: see docs/slurm.sh."""
+    here = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
+    return [SLURMEnvironment(auto_requeue=False)] if here else []

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from txl_lightning.config import Config
+from txl_lightning.training.divergence import Diverged
 
 OUT_OF_MEMORY = ("t allocate memory", "not enough memory", "out of memory", "alloc_failed", "cannot allocate memory")
 """What torch's allocators say, on CPU and GPU, in small letters."""
@@ -32,8 +35,11 @@ def explain(error: BaseException, config: Config, *, training: bool) -> str | No
         config: that of the run.
         training: and not an evaluation, whose keys are others.
     """
-    if isinstance(error, NotWritten):
+    if isinstance(error, (NotWritten, Diverged)):
         return str(error)
+    if isinstance(error, OSError) and error.errno in (*DISK_FULL, *NO_ACCESS):
+        path = Path(os.fsdecode(error.filename or config.run_dir or "a file"))
+        return f"{path} cannot be written: {os.strerror(error.errno)}; {_cure(error.errno, path)}"
     if is_out_of_memory(error):
         found = str(error).strip().splitlines()
         said = next((line for line in found if "allocate" in line), found[0] if found else "no memory left")
@@ -83,6 +89,17 @@ def writing(path: Path) -> Iterator[None]:
         if cause is None:
             raise
         raise NotWritten(f"{path} cannot be written: {os.strerror(cause)}; {_cure(cause, path)}") from error
+
+
+def names_its_file(method: Callable[..., None]) -> Callable[..., None]:
+    """For a method (self, content, path, ...): the file is named if it cannot be written. Raises NotWritten."""
+
+    @functools.wraps(method)
+    def named(self: Any, content: Any, path: Any, *rest: Any, **keys: Any) -> None:
+        with writing(Path(path)):
+            method(self, content, path, *rest, **keys)
+
+    return named
 
 
 def _system_error(error: BaseException | None) -> int | None:
