@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from tests.tiny import StopAt, tiny_config, write_corpus
 from txl_lightning import TextDataModule, TransformerXLModule, load_checkpoint
-from txl_lightning.checkpoints import read_config
+from txl_lightning.checkpoints import manifest, read_config
 from txl_lightning.commands import evaluate
 from txl_lightning.commands import fit as fit_command
 from txl_lightning.config import Config, ConfigError
@@ -171,3 +172,15 @@ def test_lightning_goes_on_exactly_where_it_stopped(tmp_path: Path) -> None:
     again_weights, again_state = final(stop=8, ckpt=tmp_path / "5.ckpt")
     assert state and all(torch.equal(state[key], again_state[key]) for key in state)
     assert all(torch.equal(weights[key], again_weights[key]) for key in weights)
+
+
+def test_what_was_hashed_is_hashed_again_only_after_a_change(tmp_path: Path) -> None:
+    file = tmp_path / "last.ckpt"
+    file.write_bytes(b"one")
+    first = manifest._sha256(file)
+    hits = manifest._sha256_of.cache_info().hits
+    assert manifest._sha256(file) == first and manifest._sha256_of.cache_info().hits == hits + 1
+    part = tmp_path / "part"
+    part.write_bytes(b"two")
+    part.replace(file)
+    assert manifest._sha256(file) == hashlib.sha256(b"two").hexdigest() != first

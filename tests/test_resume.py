@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ import torch
 from tests.ranks import on_ranks, start
 from tests.tiny import MODEL, RUN, Losses, tiny_config, write_corpus
 from txl_lightning import cli
+from txl_lightning.checkpoints.manifest import Hashed
 from txl_lightning.commands import fit as fit_command
 from txl_lightning.config import Config
 from txl_lightning.training import rng
 from txl_lightning.training.checkpointing import WholeFiles
+from txl_lightning.training.module import TransformerXLModule
 from txl_lightning.training.stopping import GracefulStop
 
 N_BYTE = 906  # an epoch of 13 segments: four lanes of about 204 targets
@@ -354,7 +357,6 @@ def kill_at(moment: str, count: int) -> Callable[[], int]:
 
     def work() -> int:
         from txl_lightning.checkpoints import manifest
-        from txl_lightning.training.module import TransformerXLModule
 
         owner: Any = {"note": manifest, "training_step": TransformerXLModule, "save_checkpoint": WholeFiles}[moment]
         original, seen = getattr(owner, moment), []
@@ -380,6 +382,40 @@ def test_a_killed_run_ends_as_an_undisturbed_one(here: Path) -> None:
     assert forked(lambda: cli.main(typed(*KILLED))) == 0
     assert unequal(saved(here / "whole"), saved(here / "run")) == []
     assert not list((here / "run" / "checkpoints").glob(".*"))
+
+
+ASKED = {
+    "training": (TransformerXLModule, "training_step", 9),
+    "validation": (TransformerXLModule, "validation_step", 4),
+    "checkpointing": (Hashed, "write", 40),
+}
+
+
+def test_sigterm_at_any_moment_saves_and_resumes_exactly(here: Path) -> None:
+    """In the middle of a step, of a validation and of the bytes of a checkpoint."""
+    keys = ["trainer.save_every_steps=3", "trainer.val_check_interval=5", "eval.segment_len=4"]
+    assert cli.main(typed("run_dir=whole", *keys)) == 0
+    for moment, (owner, name, count) in ASKED.items():
+
+        def work() -> int:
+            original, seen = getattr(owner, name), []  # noqa: B023
+
+            def asking(*args: Any, **more: Any) -> Any:
+                seen.append(1)
+                if len(seen) == count:  # noqa: B023
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    Path("asked").write_text(str(time.monotonic()))
+                return original(*args, **more)
+
+            setattr(owner, name, asking)  # noqa: B023
+            return cli.main(typed(f"run_dir={moment}", *keys))  # noqa: B023
+
+        assert os.waitstatus_to_exitcode(forked(work)) == 75
+        print(f"SIGTERM in {moment}: ended {time.monotonic() - float(Path('asked').read_text()):.2f} s later")
+        stopped = saved(here / moment)["global_step"]
+        assert 0 < stopped < 20 and json.loads((here / moment / "result.json").read_text())["stopped_by"] == "SIGTERM"
+        assert cli.main(["fit", f"resume={moment}"]) == 0
+        assert unequal(saved(here / "whole"), saved(here / moment)) == []
 
 
 @pytest.mark.distributed

@@ -59,15 +59,12 @@ def test_ends_in_good_order_are_no_deaths(code: int, said: str | None, tmp_path:
     assert (found.first_dead() or "").startswith(said or "") and (found.first_dead() is None) == (said is None)
 
 
-def test_a_first_rank_that_hangs_is_ended(
-    children: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_first_rank_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(watch, "GRACE", 0.1)
 
     def hangs() -> int:
         with watching(ranks=4) as found:
             own = [subprocess.Popen(["sleep", "100"]), subprocess.Popen(["sh", "-c", "exit 3"])]
-            Path("pids").write_text(" ".join(str(child.pid) for child in own))
             found.begin(own)
             time.sleep(100)
         return 0

@@ -14,7 +14,7 @@ MEANINGS = {
     DONE: "done",
     FAILED: "failed while running",
     REFUSED: "refused: one line says which key, why and what to do; nothing was written (TXL_DEBUG=1: traceback)",
-    REQUEUE: "stopped by SIGTERM or SIGUSR1 after saving",
+    REQUEUE: "stopped by SIGTERM or SIGUSR1 after saving, or before there was anything to save",
     INTERRUPTED: "interrupted with Ctrl-C after saving",
 }
 

@@ -7,6 +7,7 @@ a folder has a manifest of its own, written into it before the folder gets its n
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -150,7 +151,13 @@ def _entries(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def sha256_of(file: Path) -> str:
-    """Of a file's content, in hexadecimal."""
+    """Of a file as it is now, in hexadecimal; what was hashed once and has not changed since is not read again."""
+    found = file.stat()
+    return _sha256_of(file, (found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=8)
+def _sha256_of(file: Path, state: tuple[int, int, int]) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as opened:
         while piece := opened.read(1 << 20):

@@ -49,7 +49,8 @@ def read_checkpoint(path: str, *, key: str = "ckpt", weights: bool = True) -> di
     Args:
         path: file, folder of DeepSpeed's, or run folder.
         key: the setting that names it.
-        weights: those of a folder too; putting them together takes time. A folder's optimizer state is left out.
+        weights: read the bytes of a file's tensors too, not only when they are looked at; put a folder's together,
+            which takes time. A folder's optimizer state is left out.
 
     Raises:
         ConfigError: it is missing, damaged, or not one of ours.
@@ -58,7 +59,7 @@ def read_checkpoint(path: str, *, key: str = "ckpt", weights: bool = True) -> di
     if manifest.is_damaged(file):
         raise ConfigError(key, path, f"{file.name} is damaged: {MISMATCH}", _cure(file, key=key))
     try:
-        saved = _read_folder(file, weights=weights) if file.is_dir() else _read_file(file)
+        saved = _read_folder(file, weights=weights) if file.is_dir() else _read_file(file, weights=weights)
     except Exception as error:  # on garbage the restricted unpickler fails in any way
         rule = f"{file.name} is damaged, or holds more than numbers and would run code on loading"
         trusted = "; if you know who made it, trust=true" if file.is_dir() else ""
@@ -68,8 +69,8 @@ def read_checkpoint(path: str, *, key: str = "ckpt", weights: bool = True) -> di
     return saved
 
 
-def _read_file(file: Path) -> Any:
-    return torch.load(file, map_location="cpu", weights_only=True)
+def _read_file(file: Path, *, weights: bool) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=not weights)
 
 
 def _read_folder(folder: Path, *, weights: bool) -> dict[str, Any]:
