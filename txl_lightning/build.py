@@ -9,6 +9,10 @@ from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.store import Meta
 from txl_lightning.data.vocab import Vocab
 from txl_lightning.memory.base import MemoryPlan, MemoryStrategy, TokenMemory
+from txl_lightning.model.positions import KINDS
+
+TOKENS_AT_ONCE = 8192
+"""Tokens of all lanes of a rank that `eval.schedule=layers` reads at once: what bounds its memory."""
 
 
 def check_vocabulary(config: Config, meta: Meta) -> None:
@@ -40,6 +44,46 @@ def check_resets(config: Config, vocab: Vocab) -> None:
         rule = f"{' and '.join(sorted(unable))} cannot start anew inside a segment"
         cure = "set memory.reset=epoch, or use memory=cache (with memory.cold=absent and no memory.reuse_len)"
         raise config.memory.refuse("reset", rule, cure)
+
+
+def not_layer_parallel(config: Config) -> str | None:
+    """Why evaluation cannot run each layer over many segments at once (`eval.schedule=layers`); None: it can."""
+    position = config.model.position
+    if KINDS[position].needs_whole_segments:
+        return f"model.position={position} numbers the tokens of each segment"
+    with torch.device("meta"):
+        plan: MemoryPlan = registry.memories.get(config.memory.name).build(config.memory, config.model)
+    others = sorted({name for name, part in _parts(plan) if not getattr(part, "layer_parallel", False)})
+    if others:
+        return f"{' and '.join(others)} reads more than the last tokens before a segment, as a cache or a window does"
+    if any(len(layer) > 1 for layer in plan.layers):
+        return "a layer has several memories"
+    if config.memory.reset != "epoch" and not all(part.inner_resets for _, part in _parts(plan)):
+        return f"memory.reset={config.memory.reset}: this memory cannot start anew among tokens read at once"
+    return None
+
+
+def check_schedule(config: Config) -> None:
+    """Evaluation can be run as `eval.schedule` says.
+
+    Raises:
+        ConfigError: layers, where it does not apply.
+    """
+    reason = not_layer_parallel(config) if config.eval.schedule == "layers" else None
+    if reason is not None:
+        raise config.eval.refuse("schedule", reason, "set eval.schedule=segments, or auto")
+
+
+def segments_at_once(config: Config, *, lanes: int, segment_len: int) -> int:
+    """Segments that evaluation reads at once: 1 where it reads segment by segment.
+
+    Args:
+        lanes: of this rank.
+        segment_len: tokens of a segment.
+    """
+    if config.eval.schedule == "segments" or not_layer_parallel(config) is not None:
+        return 1
+    return max(1, TOKENS_AT_ONCE // (lanes * segment_len))
 
 
 def document_end(vocab: Vocab) -> int | None:

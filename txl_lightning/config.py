@@ -388,6 +388,12 @@ class EvalConfig(Section):
 
     batch_size: int | None = key(None, "lanes; null: data.batch_size", minimum=1)
     segment_len: int | None = key(None, "tokens of a segment; null: data.segment_len", minimum=1)
+    schedule: str = key(
+        "auto",
+        "how txl eval runs: segments: one after the other; layers: each layer over many segments at once, the same "
+        "scores sooner, for a cache or a window; auto: layers where it applies",
+        choices=("auto", "layers", "segments"),
+    )
 
 
 RUNS = "runs"

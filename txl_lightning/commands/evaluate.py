@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from txl_lightning import registry
-from txl_lightning.build import check_resets, check_vocabulary
+from txl_lightning.build import check_resets, check_schedule, check_vocabulary
 from txl_lightning.checkpoints import checkpoint_file, load_checkpoint, read_checkpoint
 from txl_lightning.commands.output import check_out, write_out
 from txl_lightning.config import Config, ConfigError
@@ -29,6 +29,7 @@ def check(config: Config, options: EvalOptions) -> None:
         raise options.refuse("ckpt", "is required", "give a checkpoint file or run folder: txl eval ckpt=PATH")
     check_out(options.out)
     check_devices(config)
+    check_schedule(config)
     load_checkpoint(options.ckpt, config)
     found = survey(config.data, training=False)
     found.require(options.split)

@@ -31,6 +31,7 @@ class Evaluation:
     clamp_len: int
     same_length: str | None  # keys each token sees; None: all there are
     memory_reset: str  # where memory starts anew
+    schedule: str  # "segments": one after the other; "layers": each layer over many of them
     precision: str
     data_fingerprint: str
     seconds: float
@@ -72,6 +73,7 @@ def evaluate(config: Config, model: TransformerXL, *, split: str, callbacks: Seq
         clamp_len=config.model.clamp_len,
         same_length=config.model.same_length_rule if config.model.same_length else None,
         memory_reset=config.memory.reset,
+        schedule="layers" if data.test_dataloader().group else "segments",
         precision=str(trainer.precision),
         data_fingerprint=data.data.meta.fingerprint,
         seconds=seconds,

@@ -63,6 +63,7 @@ class Associative(MemoryStrategy):
     """
 
     inner_resets = True
+    token_by_token = True
 
     def __init__(self, config: AssociativeConfig, model: ModelConfig) -> None:
         super().__init__()

@@ -91,6 +91,7 @@ class SuffixTokens(TokenMemory):
     """
 
     gradient = "stop"
+    token_by_token = True
 
     def __init__(self, *, n_tokens: int, d_model: int) -> None:
         super().__init__()
@@ -122,6 +123,7 @@ class AssociativeTokens(MemoryStrategy):
     """
 
     gradient = "carry"
+    token_by_token = True
 
     def __init__(self, *, d_mem: int, nu: int, normalise: bool, correction: bool, together: bool, d_model: int) -> None:
         super().__init__()

@@ -52,6 +52,12 @@ class MemoryStrategy(nn.Module):
         max_age: the largest age one of its slots can have (sizes the distance table); 0: it offers no slots.
         needs_usage: `Tap.usage_BS` is wanted (rules out attention that never forms its weights).
         inner_resets: can serve documents that start inside a segment.
+        token_by_token: reading one token after the other is the same as reading the segment at once: `slots` looks at
+            the state and at how many tokens there are, `residual` and `side` look at each token alone. Then generation
+            reads each token once; else it reads the segment under way again for every token.
+        layer_parallel: a token sees the last `max_age` tokens before its segment, `own_limit` back at most, as they
+            were when they were read, and several segments may be written at once: then evaluation runs each layer over
+            many segments (`model.layerwise`). The bias of the first token says which slots are there.
         extendable: may be built with a longer memory at evaluation than at training.
     """
 
@@ -61,6 +67,8 @@ class MemoryStrategy(nn.Module):
     max_age: int = 0
     needs_usage: bool = False
     inner_resets: bool = False
+    token_by_token: bool = False
+    layer_parallel: bool = False
     extendable: ClassVar[bool] = True
 
     def init_state(self, batch: int, *, form: str, device: torch.device, dtype: torch.dtype) -> State:
@@ -110,12 +118,14 @@ class TokenMemory(nn.Module):
         n_prefix, n_suffix: tokens put before and after the segment. Prefix tokens see one another in both directions
             and are seen by all; suffix tokens see one another in both directions and every real token.
         prefix_reads_slots, suffix_reads_slots: whether these tokens see the layers' memory slots.
+        token_by_token: `wrap` leaves the real tokens as they are; as in MemoryStrategy.
         gradient, inner_resets, extendable: as in MemoryStrategy.
     """
 
     n_prefix: int = 0
     n_suffix: int = 0
     inner_resets: bool = False
+    token_by_token: bool = False
     prefix_reads_slots: bool = True
     suffix_reads_slots: bool = True
     gradient: str = "carry"
@@ -191,6 +201,8 @@ def fresh_state(
 
 def reset_lanes(part: MemoryStrategy | TokenMemory, state: State, reset_B: Tensor) -> State:
     """Put the lanes that start anew back to their start values; learned ones keep their graph."""
+    if may_look(reset_B) and not reset_B.any():
+        return state
     start = part.initial()
     zero = {
         key: start[key].to(old.dtype).expand_as(old) if key in start else torch.zeros_like(old)
@@ -202,6 +214,8 @@ def reset_lanes(part: MemoryStrategy | TokenMemory, state: State, reset_B: Tenso
 def keep_dead(new: State, old: State, length_B: Tensor) -> State:
     """The new state, but the old one bit for bit in lanes without tokens."""
     alive = length_B > 0
+    if may_look(alive) and alive.all():
+        return new
     return {key: lane_where(alive, new[key], old[key]) for key in new}
 
 
@@ -209,6 +223,14 @@ def full_precision(device: torch.device) -> torch.autocast:
     """A context in which float32 products stay float32: autocast would round their factors."""
     # shapes without numbers have no autocast of their own
     return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
+
+
+def may_look(mask_B: Tensor) -> bool:
+    """Whether the values of a mask may decide what is computed, so that nothing is copied in vain.
+
+    Only where that waits for no device, changes no graph and leaves no parameter without gradient.
+    """
+    return mask_B.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def keep_last(old_BMx: Tensor, new_BTx: Tensor, length_B: Tensor) -> Tensor:
@@ -220,6 +242,10 @@ def keep_last(old_BMx: Tensor, new_BTx: Tensor, length_B: Tensor) -> Tensor:
         length_B: (B,) how many rows of new are real.
     """
     size = old_BMx.shape[1]
+    if may_look(length_B) and (length_B == length_B[:1]).all():
+        n_new = int(length_B[0])
+        fresh = new_BTx[:, max(0, n_new - size) : n_new].to(old_BMx.dtype)
+        return torch.cat([old_BMx[:, min(n_new, size) :], fresh], dim=1)
     rows = torch.cat([old_BMx, new_BTx.to(old_BMx.dtype)], dim=1)
     index = length_B[:, None] + torch.arange(size, device=length_B.device)  # (B, M)
     index = index.view(*index.shape, *([1] * (rows.dim() - 2))).expand(-1, -1, *rows.shape[2:])

@@ -98,6 +98,7 @@ class Cache(MemoryStrategy):
     """
 
     ages = "contiguous"
+    token_by_token = True
 
     def __init__(
         self,
@@ -119,6 +120,7 @@ class Cache(MemoryStrategy):
         # document that began inside the segment are rows of the one before
         self.inner_resets = reuse_len is None and cold == "absent"
         self.rows = Rows(d_model=d_model, d_head=d_head, n_head=n_head, n_kept=n_kv_head or n_head)
+        self.layer_parallel = reuse_len is None
         self.zeros_are_read = cold == "zeros"
         self.always_hidden = self.zeros_are_read and normed
 

@@ -109,6 +109,7 @@ class Compressive(MemoryStrategy):
 
     gradient = "stop"
     inner_resets = True
+    token_by_token = True
 
     def __init__(self, config: CompressiveConfig, model: ModelConfig) -> None:
         super().__init__()

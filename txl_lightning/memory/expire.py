@@ -70,6 +70,7 @@ class Expire(MemoryStrategy):
     gradient = "stop"
     ages = "contiguous"
     inner_resets = True
+    token_by_token = True
 
     def __init__(self, config: ExpireConfig, model: ModelConfig) -> None:
         super().__init__()

@@ -88,6 +88,7 @@ class Knn(MemoryStrategy):
     """
 
     inner_resets = True
+    token_by_token = True
 
     def __init__(
         self, *, mem_len: int, top_k: int, normalise: bool, n_head: int, d_head: int, n_kv_head: int | None = None

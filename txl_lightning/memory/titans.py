@@ -287,6 +287,7 @@ class MemoryAsLayer(Titans):
     too, which have no neighbours."""
 
     convolved = "kv"
+    token_by_token = True
 
     def __init__(self, config: TitansConfig, model: ModelConfig) -> None:
         super().__init__(config, model)

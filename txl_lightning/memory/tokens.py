@@ -52,6 +52,8 @@ class Tokens(TokenMemory):
     State: memory (B, m, D), in both forms. Parameter: rows (m, D), the memory of a lane that starts anew.
     """
 
+    token_by_token = True
+
     def __init__(self, config: TokensConfig, model: ModelConfig) -> None:
         super().__init__()
         self.n_prefix = self.n_suffix = config.n_tokens

@@ -81,6 +81,7 @@ class Window(MemoryStrategy):
 
     gradient = "stop"
     inner_resets = True
+    token_by_token = True
 
     def __init__(self, config: WindowConfig, model: ModelConfig) -> None:
         super().__init__()
@@ -88,6 +89,7 @@ class Window(MemoryStrategy):
         self.own_limit = config.window - 1
         self.max_age = config.window - 1 + config.sinks
         self.ages = "any" if config.sinks else "contiguous"
+        self.layer_parallel = not config.sinks
         self.rows = Rows.of(model)
 
     def init_state(self, batch: int, *, form: str, device: torch.device, dtype: torch.dtype) -> State:

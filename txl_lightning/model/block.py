@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from txl_lightning.config import ModelConfig
 from txl_lightning.memory.base import MemoryStrategy, keep_dead, reset_lanes
+from txl_lightning.model import inference
 from txl_lightning.model.attention import Attention
 from txl_lightning.model.parts import frozen_norm, make_dropout, make_feed_forward, make_norm
 from txl_lightning.model.positions import Biases, DistanceTable, Reading
+from txl_lightning.model.tables import Tables
 from txl_lightning.types import MASKED, Aux, Segment, Slots, State, Tap
 
 
@@ -53,6 +55,18 @@ class Layout(NamedTuple):
         return torch.cat([whole.narrow(dim, 0, self.n_prefix), real, after], dim=dim)
 
 
+class Read(NamedTuple):
+    """What a layer made of its tokens, and everything its memories need to write."""
+
+    y_BED: Tensor  # the layer's output
+    given: dict[str, State]  # states by strategy, as they were handed in
+    states: dict[str, State]  # the same after resets
+    taps: dict[str, Tap]
+    k_BHEK: Tensor  # of all tokens, memory tokens too
+    v_BHEK: Tensor
+    usage_BP: Tensor | None  # attention that each key received; None where nobody asks
+
+
 class Block(nn.Module):
     """A Transformer-XL layer with the memory strategies that live in it."""
 
@@ -70,32 +84,56 @@ class Block(nn.Module):
         self.own_limit = min(limits, default=None)
 
     def forward(
-        self, x_BED: Tensor, state: State, segment: Segment, layout: Layout, table: DistanceTable, shared: Biases | None
+        self,
+        x_BED: Tensor,
+        state: State,
+        segment: Segment,
+        layout: Layout,
+        table: DistanceTable,
+        shared: Biases | None,
+        tables: Tables | None = None,
     ) -> tuple[Tensor, State, Aux]:
         """The layer's output (B, E, D), its memory's next state (keys `<strategy>.<key>`), and what it reports."""
+        made = self.read(x_BED, state, segment, layout, table, shared, tables)
+        return made.y_BED, *self.write(made.given, made.states, made.taps, segment)
+
+    def read(
+        self,
+        x_BED: Tensor,
+        state: State,
+        segment: Segment,
+        layout: Layout,
+        table: DistanceTable,
+        shared: Biases | None,
+        tables: Tables | None = None,
+    ) -> Read:
+        """What `forward` does before memory is written."""
         layout = layout.within(self.own_limit)
-        given = {name: substate(state, name) for name, _ in self.named_memories()}
-        states = {name: reset_lanes(memory, given[name], segment.reset) for name, memory in self.named_memories()}
+        given, states = self.states_of(state, segment)
         before: dict[str, Tensor] = {}
         for name, memory in self.named_memories():
             before[name] = layout.real(x_BED, 1)
             x_BED = memory.residual(states[name], x_BED, segment)
         x_BED = layout.put_real(x_BED, self.attention.position.at_layer(layout.real(x_BED, 1)), 1)
-        h = self.attention_norm(x_BED) if self.pre_norm else x_BED
-        q, k, v = self.attention.project(h, None if self.norm_queries else x_BED)
-        slots = self._slots(states, x_BED, segment, layout)
-        read, parts = self._read(slots, k, v, segment, layout)
+        h, q, k, v = self.projected(x_BED)
+        slots = self.slots_of(states, x_BED, segment, layout)
+        read, parts = self.joined(slots, k, v, segment, layout)
         table = table.for_slots(read.n_slot if read.age is None else self.oldest, q.shape[2])
-        heads, weights = self.attention.attend(q, read, table, self.attention.position.biases(shared))
+        heads, weights = self.attend(q, read, table, shared, tables)
         tap = Tap(*(layout.real(t, 1) for t in (x_BED, h)), *(layout.real(t, 2) for t in (q, k, v)))
         usage = self._usage(weights, segment, layout)
         taps = {name: self._tap(tap, name, parts.get(name), usage, layout) for name, _ in self.named_memories()}
         taps = {name: own._replace(before_BTD=before[name]) for name, own in taps.items()}
-        heads, extra = self._side(states, taps, heads, segment, layout)
-        y = self._after_attention(x_BED, self.attention.merge(heads), extra)
+        heads, extra = self.side(states, taps, heads, segment, layout)
+        y = self.after_attention(x_BED, self.attention.merge(heads), extra)
         suffix = y[:, y.shape[1] - layout.n_suffix :] if layout.n_suffix else None
         taps = {name: tap._replace(y_BTD=layout.real(y, 1), suffix_BND=suffix) for name, tap in taps.items()}
-        return y, *self._write(given, states, taps, segment)
+        return Read(y, given, states, taps, k, v, usage)
+
+    def projected(self, x_BED: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What queries, keys and values are made from (B, E, D), and these (B, H, E, K)."""
+        h = self.attention_norm(x_BED) if self.pre_norm else x_BED
+        return h, *self.attention.project(h, None if self.norm_queries else x_BED)
 
     def frozen_attention(self, h_BTD: Tensor, m_BSD: Tensor) -> Tensor:
         """As `LayerHandle.frozen_attention`."""
@@ -110,11 +148,17 @@ class Block(nn.Module):
         hidden_BSD = hidden_BSD.to(self.attention_norm.weight.dtype)
         return self.attention.project_slots(self.attention_norm(hidden_BSD) if self.pre_norm else hidden_BSD)
 
+    def states_of(self, state: State, segment: Segment) -> tuple[dict[str, State], dict[str, State]]:
+        """States by strategy as they are given, and with the lanes that start anew put back."""
+        given = {name: substate(state, name) for name, _ in self.named_memories()}
+        return given, {name: reset_lanes(memory, given[name], segment.reset) for name, memory in self.named_memories()}
+
     def named_memories(self) -> list[tuple[str, MemoryStrategy]]:
         """The strategies of this layer by name, in the order in which their slots are read."""
         return list(self.memories.items())  # type: ignore[arg-type]
 
-    def _slots(self, states: dict[str, State], x: Tensor, segment: Segment, layout: Layout) -> dict[str, Slots]:
+    def slots_of(self, states: dict[str, State], x: Tensor, segment: Segment, layout: Layout) -> dict[str, Slots]:
+        """What each strategy offers, by name."""
         found = {}
         for name, memory in self.named_memories():
             slots = memory.slots(states[name], layout.real(x, 1), segment)
@@ -122,13 +166,13 @@ class Block(nn.Module):
                 found[name] = slots
         return found
 
-    def _read(
+    def joined(
         self, slots: dict[str, Slots], k: Tensor, v: Tensor, segment: Segment, layout: Layout
     ) -> tuple[Reading, dict[str, tuple[int, Tensor, Tensor]]]:
         """All slots and the segment side by side, and where each strategy's slots begin among them."""
         keys, values, parts, start = [], [], {}, 0
         for name, part in slots.items():
-            slot_k, slot_v = self._keys_values(name, part)
+            slot_k, slot_v = self.keys_values(name, part)
             parts[name] = (start, slot_k, slot_v)
             start += slot_k.shape[2]
             keys.append(slot_k.to(k.dtype))
@@ -140,23 +184,51 @@ class Block(nn.Module):
             k_BHPK=torch.cat([*keys, k], dim=2) if keys else k,
             v_BHPK=torch.cat([*values, v], dim=2) if values else v,
             bias=_join_bias(list(slots.values()), segment, layout, dtype=k.dtype),
-            age=None if contiguous else _join_lanes([part.age for part in slots.values()], dim=1),
-            positioned=_join_positioned(list(slots.values())),
+            age=None if contiguous else join_lanes([part.age for part in slots.values()], dim=1),
+            positioned=join_positioned(list(slots.values())),
             n_slot=start,
-            farthest=_join_farthest(list(slots.values())),
+            farthest=join_farthest(list(slots.values())),
         )
         return reading, parts
 
-    def _keys_values(self, name: str, slots: Slots) -> tuple[Tensor, Tensor]:
+    def keys_values(self, name: str, slots: Slots) -> tuple[Tensor, Tensor]:
+        """(B, H, S, K) each, of a strategy's slots."""
         if slots.keys_values is not None:
             return slots.keys_values
         assert slots.hidden is not None, f"memory {name} offers slots without hidden states or keys and values"
         return self.project_slots(slots.hidden)
 
-    def _usage(self, weights_BHEP: Tensor, segment: Segment, layout: Layout) -> Tensor | None:
+    def attend(
+        self, q: Tensor, read: Reading, table: DistanceTable, shared: Biases | None, tables: Tables | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Heads' outputs, and the weights where they were formed."""
+        biases = self.attention.position.biases(shared)
+        if tables is not None:
+            table = tables.projected(self.attention.position, table)
+        if not self.wants_usage and inference.can_fuse(self.attention, q, read):
+            return inference.fused(self.attention, q, read, table, biases), None
+        return self.attention.attend(q, read, table, biases)
+
+    @property
+    def reads_beside(self) -> bool:
+        """Whether a strategy reads beside attention."""
+        return any(type(memory).side is not MemoryStrategy.side for _, memory in self.named_memories())
+
+    @property
+    def adds_to_input(self) -> bool:
+        """Whether a strategy changes the layer's input."""
+        return any(type(memory).residual is not MemoryStrategy.residual for _, memory in self.named_memories())
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a strategy asks how much attention each key received."""
+        return any(memory.needs_usage for _, memory in self.named_memories())
+
+    def _usage(self, weights_BHEP: Tensor | None, segment: Segment, layout: Layout) -> Tensor | None:
         """(B, P) float32 attention that each key received from real queries, where a strategy asks for it."""
-        if not any(memory.needs_usage for _, memory in self.named_memories()):
+        if not self.wants_usage:
             return None
+        assert weights_BHEP is not None
         real = segment.mask(layout.n_token)[:, None, :, None]
         return (layout.real(weights_BHEP, 2).detach().float() * real).sum(dim=(1, 2))
 
@@ -174,9 +246,10 @@ class Block(nn.Module):
         usage = wanted[:, start : start + slot_k.shape[2]] if wanted is not None else None
         return tap._replace(slot_k_BHSK=slot_k, slot_v_BHSK=slot_v, usage_BS=usage)
 
-    def _side(
+    def side(
         self, states: dict[str, State], taps: dict[str, Tap], heads: Tensor, segment: Segment, layout: Layout
     ) -> tuple[Tensor, Tensor | None]:
+        """The heads' outputs with what strategies read beside attention, and what they add to its result."""
         extra = None
         for name, memory in self.named_memories():
             real = layout.real(heads, 2)
@@ -188,7 +261,8 @@ class Block(nn.Module):
             extra = layout.put_real(whole, extra, 1)
         return heads, extra
 
-    def _after_attention(self, x: Tensor, attended: Tensor, extra: Tensor | None) -> Tensor:
+    def after_attention(self, x: Tensor, attended: Tensor, extra: Tensor | None) -> Tensor:
+        """The layer's output."""
         attended = self.dropout(attended if extra is None else attended + extra)
         if self.pre_norm:
             y = x + attended
@@ -196,7 +270,7 @@ class Block(nn.Module):
         y = self.attention_norm(x + attended)
         return self.feed_forward_norm(y + self.feed_forward(y))
 
-    def _write(
+    def write(
         self, given: dict[str, State], states: dict[str, State], taps: dict[str, Tap], segment: Segment
     ) -> tuple[State, Aux]:
         """The next states; `given` is what they were before resets: a lane without tokens does not even reset."""
@@ -217,7 +291,7 @@ def substate(state: State, part: str) -> State:
     return {key.removeprefix(f"{part}."): tensor for key, tensor in state.items() if key.startswith(f"{part}.")}
 
 
-def _join_lanes(tensors: list[Tensor], dim: int) -> Tensor:
+def join_lanes(tensors: list[Tensor], dim: int) -> Tensor:
     """Concatenate tensors whose lane dimension is 1 or B."""
     lanes = max(tensor.shape[0] for tensor in tensors)
     return torch.cat([tensor.expand(lanes, *tensor.shape[1:]) for tensor in tensors], dim=dim)
@@ -268,7 +342,7 @@ def _bias_of_all_tokens(bias: Tensor, segment: Segment, layout: Layout) -> Tenso
     return bias
 
 
-def _join_positioned(slots: list[Slots]) -> Tensor | None:
+def join_positioned(slots: list[Slots]) -> Tensor | None:
     """(S,) bool over all slots, or None when all have a position."""
     if all(part.positioned is None for part in slots):
         return None
@@ -278,7 +352,7 @@ def _join_positioned(slots: list[Slots]) -> Tensor | None:
     )
 
 
-def _join_farthest(slots: list[Slots]) -> Tensor | None:
+def join_farthest(slots: list[Slots]) -> Tensor | None:
     """(S,) int64 over all slots, or None when every distance grows with every token."""
     if all(part.farthest is None for part in slots):
         return None

@@ -33,11 +33,17 @@ class DistanceTable(NamedTuple):
     rows_WD: Tensor
     first: int  # distance of row 0
     ahead: int  # how many negative distances the table ends with
+    projected_WHK: Tensor | None = None  # what a layer makes of the rows, where it is kept (`model.tables`)
 
     def for_slots(self, age: int, n_token: int) -> DistanceTable:
         """The part that a layer needs whose oldest slot has this age."""
-        skip = self.first - (age + n_token)
-        return DistanceTable(self.rows_WD[skip:], self.first - skip, self.ahead)
+        return self.part(first=age + n_token, ahead=self.ahead)
+
+    def part(self, *, first: int, ahead: int) -> DistanceTable:
+        """The rows from one distance on, with fewer negative ones."""
+        rows = slice(self.first - first, self.first + ahead + 1)
+        projected = None if self.projected_WHK is None else self.projected_WHK[rows]
+        return DistanceTable(self.rows_WD[rows], first, ahead, projected)
 
     def distances(self) -> Tensor:
         """(W,) int64 distance of each row."""
@@ -228,6 +234,29 @@ class Position(nn.Module):
         """(B, H, T, P) scaled scores; nothing is masked yet."""
         return q_BHTK @ read.k_BHPK.transpose(-1, -2) * self.scale
 
+    def project(self, table: DistanceTable) -> Tensor | None:
+        """(W, H, K) what scores read of a table's rows; None: nothing."""
+        return None
+
+    def parts(
+        self, q_BHTK: Tensor, table: DistanceTable, biases: Biases, *, place_BT: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scores in two parts, for those who read the table of distances in their own way.
+
+        Args:
+            place_BT: (1|B, T) places of the queries, counted from the segment's first token.
+
+        Returns:
+            queries (B, H, T, K) whose products with `keys_at` are the scores before scaling, but for what stands in
+            the second: (B, H, T, W), scaled, what each row of the table adds to the score of a key that it belongs
+            to. None: nothing.
+        """
+        return q_BHTK, None
+
+    def keys_at(self, k_BHPK: Tensor, place_BP: Tensor) -> Tensor:
+        """Keys as the queries of `parts` read them, at places (1|B, P) as theirs."""
+        return k_BHPK
+
     def at_embedding(self, x_BTD: Tensor) -> Tensor:
         """The embedded tokens with what is added to them before the first layer."""
         return x_BTD
@@ -269,8 +298,7 @@ class TransformerXLPosition(Position):
 
     def scores(self, q_BHTK: Tensor, read: Reading, table: DistanceTable, biases: Biases) -> Tensor:
         u, v = (bias if bias is None else bias.to(q_BHTK.dtype) for bias in biases)
-        positions = bool({"b", "d"} & set(self.terms))
-        r = self.r(table.rows_WD).unflatten(-1, self.heads) if positions else None  # (W, H, K)
+        r = self.project(table)
         if self.always_reference and r is not None:
             return self.scale * reference_scores(
                 q_BHTK,
@@ -284,6 +312,25 @@ class TransformerXLPosition(Position):
         content = q_BHTK if u is None else q_BHTK + u[:, None]
         by_row = None if r is None else self._by_row(q_BHTK, v, r)
         return self._relative(content, by_row, read, table, n_token=q_BHTK.shape[2])
+
+    def project(self, table: DistanceTable) -> Tensor | None:
+        if table.projected_WHK is not None or not {"b", "d"} & set(self.terms):
+            return table.projected_WHK
+        return self.r(table.rows_WD).unflatten(-1, self.heads)
+
+    def parts(
+        self, q_BHTK: Tensor, table: DistanceTable, biases: Biases, *, place_BT: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        u, v = (None if bias is None else bias.to(q_BHTK.dtype)[:, None] for bias in biases)
+        content = q_BHTK if u is None else q_BHTK + u
+        r = self.project(table)
+        if r is None:
+            return content, None
+        q = q_BHTK if v is None else q_BHTK + v
+        if "b" not in self.terms:
+            assert v is not None
+            q = v.expand_as(q_BHTK)
+        return content, rows_product(q * self.scale, r)
 
     def _by_row(self, q_BHTK: Tensor, v_HK: Tensor | None, r_WHK: Tensor) -> Tensor:
         """(B|1, H, T|1, W): terms (b) and (d) of every query with every row."""
@@ -311,8 +358,23 @@ class ShawPosition(Position):
         self.rows = nn.Parameter(torch.zeros(config.max_distance, config.n_head, config.d_head))
         self.row_bias = nn.Parameter(torch.zeros(config.max_distance, config.n_head))
 
+    def project(self, table: DistanceTable) -> Tensor | None:
+        return self.rows[self._index(table)] if table.projected_WHK is None else table.projected_WHK
+
+    def parts(
+        self, q_BHTK: Tensor, table: DistanceTable, biases: Biases, *, place_BT: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        rows, bias = self.project(table), self.row_bias[self._index(table)]
+        assert rows is not None
+        by_row = rows_product(q_BHTK * self.scale, rows.to(q_BHTK.dtype))
+        return q_BHTK + self.u[:, None].to(q_BHTK.dtype), by_row + (bias.T[:, None] * self.scale).to(q_BHTK.dtype)
+
+    def _index(self, table: DistanceTable) -> Tensor:
+        """(W,) which learned row each row of the table is."""
+        return self.last - table.distances().clamp(max=self.limit)
+
     def scores(self, q_BHTK: Tensor, read: Reading, table: DistanceTable, biases: Biases) -> Tensor:
-        index = self.last - table.distances().clamp(max=self.limit)
+        index = self._index(table)
         rows, bias = self.rows[index].to(q_BHTK.dtype), self.row_bias[index].to(q_BHTK.dtype)
         by_row = q_BHTK @ rows.permute(1, 2, 0) + bias.T[:, None]
         return self._relative(q_BHTK + self.u[:, None].to(q_BHTK.dtype), by_row, read, table, n_token=q_BHTK.shape[2])
@@ -322,6 +384,14 @@ class RotaryPosition(Position):
     """Queries and keys turned, in pairs (i, i + K/2), by their place times 10000^(-2i/K). Slots stand at -age."""
 
     extends = "to any distance, untrained beyond those of training"
+
+    def parts(
+        self, q_BHTK: Tensor, table: DistanceTable, biases: Biases, *, place_BT: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        return rotate(q_BHTK, place_BT), None
+
+    def keys_at(self, k_BHPK: Tensor, place_BP: Tensor) -> Tensor:
+        return rotate(k_BHPK, place_BP)
 
     def scores(self, q_BHTK: Tensor, read: Reading, table: DistanceTable, biases: Biases) -> Tensor:
         steps = torch.arange(q_BHTK.shape[2], device=q_BHTK.device)[None]
@@ -336,6 +406,16 @@ class RotaryPosition(Position):
         if (positioned := read.positioned_keys()) is not None:
             turned = torch.where(positioned, turned, q_BHTK @ read.k_BHPK.transpose(-1, -2))
         return turned * self.scale
+
+
+def rows_product(q_BHTK: Tensor, rows_WHK: Tensor) -> Tensor:
+    """(B, H, T, W) products of queries with rows that all lanes share, which are not copied for each lane."""
+    rows_HKW = rows_WHK.permute(1, 2, 0)
+    if q_BHTK.shape[0] == 1:
+        return q_BHTK @ rows_HKW
+    batch, n_head, n_token, width = q_BHTK.shape
+    q = q_BHTK.transpose(0, 1).reshape(n_head, batch * n_token, width)
+    return (q @ rows_HKW).view(n_head, batch, n_token, -1).transpose(0, 1)
 
 
 def rotate(x_BHTK: Tensor, place_BT: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,12 +12,14 @@ from torch.utils.checkpoint import checkpoint
 from txl_lightning import registry
 from txl_lightning.config import POSITIONS, Config
 from txl_lightning.memory.base import MemoryPlan, MemoryStrategy, TokenMemory, fresh_state, keep_dead, reset_lanes
+from txl_lightning.model import decoding, layerwise
 from txl_lightning.model.block import Block, Layout, substate
 from txl_lightning.model.embedding import TokenEmbedding
 from txl_lightning.model.hub import HubModel
 from txl_lightning.model.parts import make_dropout, make_norm
 from txl_lightning.model.positions import KINDS, Biases, DistanceTable, Position, distance_table
 from txl_lightning.model.softmax import OutputSoftmax
+from txl_lightning.model.tables import Tables
 from txl_lightning.types import Aux, Segment, State
 
 
@@ -52,7 +54,7 @@ class TransformerXL(HubModel, nn.Module):
             raise ValueError(f"the memory plan has {len(plan.layers)} layers, the model {self.config.n_layer}")
         self.embedding = TokenEmbedding(self.config)
         self.layers = nn.ModuleList(Block(self.config, memories) for memories in plan.layers)
-        if not POSITIONS[self.config.position] and any(layer.oldest for layer in self._blocks()):
+        if not POSITIONS[self.config.position] and any(layer.oldest for layer in self.blocks()):
             raise ValueError(f"position {self.config.position} cannot tell where the slots of a memory stand")
         self.tokens = plan.tokens
         self.final_norm = make_norm(self.config) if self.config.final_norm else None
@@ -76,6 +78,11 @@ class TransformerXL(HubModel, nn.Module):
     def dtype(self) -> torch.dtype:
         """Of the weights."""
         return self.embedding.tables[0].weight.dtype  # type: ignore[return-value]
+
+    @property
+    def shared_biases(self) -> Biases | None:
+        """u and v where all layers share them."""
+        return None if self.config.untie_r else Biases(self.u, self.v)
 
     @property
     def needs_whole_segments(self) -> bool:
@@ -105,7 +112,13 @@ class TransformerXL(HubModel, nn.Module):
         return state
 
     def forward(
-        self, tokens_BT: Tensor, state: State, segment: Segment | None = None, targets_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        state: State,
+        segment: Segment | None = None,
+        targets_BT: Tensor | None = None,
+        *,
+        tables: Tables | None = None,
     ) -> ModelOutput:
         """Read one segment of every lane.
 
@@ -114,32 +127,117 @@ class TransformerXL(HubModel, nn.Module):
             state: memory before this segment, from `init_state` or the last output. Not changed.
             segment: resets and lengths; None: no resets and every lane has length T.
             targets_BT: (B, T) int64 next tokens, to get losses.
+            tables: where projected distances are kept while weights rest; not in training.
 
         Raises:
             ValueError: the segment holds several documents and a strategy cannot keep them apart (`inner_resets`), or
                 one offers other slots than it declares.
         """
         segment = segment if segment is not None else Segment.full(tokens_BT)
-        if segment.document is not None:
-            self._refuse_inner_resets()
-        x = self._embed(tokens_BT, state, segment)
-        layout = self._layout(segment, tokens_BT.shape[1], device=x.device)
-        table = self._table(layout, device=x.device)
+        x, layout, table = self.entered(tokens_BT, state, segment, tables)
         new_state: State = {}
         losses: dict[str, Tensor] = {}
         metrics: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            x, part, aux = self._run(layer, x, substate(state, f"layers.{index}"), segment, layout, table)
+            x, part, aux = self._run(layer, x, substate(state, f"layers.{index}"), segment, layout, table, tables)
             new_state.update({f"layers.{index}.{key}": tensor for key, tensor in part.items()})
             losses.update({f"{name}/L{index}": loss for name, loss in aux.losses.items()})
             metrics.update({f"{name}/L{index}": metric for name, metric in aux.metrics.items()})
-        new_state.update(self._write_tokens(state, x, segment))
-        age = segment.since_start(torch.where(segment.reset, 0, state["age"]))
-        new_state["age"] = torch.where(segment.length > 0, age, state["age"])
-        new_state = {key: new_state[key] for key in state}  # a compiled forward looks at the order of keys too
-        hidden = layout.real(x, 1)
-        hidden = self.dropout(hidden if self.final_norm is None else self.final_norm(hidden))
-        return ModelOutput(self._losses(hidden, targets_BT, segment), hidden, new_state, losses, metrics)
+        new_state = self.completed(new_state, state, x, segment)
+        hidden = self.left(layout.real(x, 1))
+        return ModelOutput(self.masked_losses(hidden, targets_BT, segment), hidden, new_state, losses, metrics)
+
+    def entered(
+        self, tokens_BT: Tensor, state: State, segment: Segment, tables: Tables | None
+    ) -> tuple[Tensor, Layout, DistanceTable]:
+        """What the first layer reads: (B, E, D) embedded tokens, what they see of one another, and their distances.
+
+        Raises:
+            ValueError: as `forward`.
+        """
+        if segment.document is not None:
+            self._refuse_inner_resets()
+        x = self._embed(tokens_BT, state, segment)
+        layout = self._layout(segment, tokens_BT.shape[1], device=x.device)
+        return x, layout, self._table(layout, device=x.device, tables=tables)
+
+    def left(self, x_BTD: Tensor) -> Tensor:
+        """The hidden states that `log_probs` takes, from the last layer's output."""
+        return self.dropout(x_BTD if self.final_norm is None else self.final_norm(x_BTD))
+
+    def completed(self, new: State, old: State, x_BED: Tensor, segment: Segment) -> State:
+        """The state after a segment.
+
+        Args:
+            new: what the layers wrote.
+            old: the state before it.
+            x_BED: the last layer's output.
+        """
+        new = {**new, **self._write_tokens(old, x_BED, segment)}
+        age = segment.since_start(torch.where(segment.reset, 0, old["age"]))
+        new["age"] = torch.where(segment.length > 0, age, old["age"])
+        return {key: new[key] for key in old}  # a compiled forward looks at the order of keys too
+
+    def begin(
+        self, state: State, *, segment_len: int, tables: Tables | None = None, reset: str = "epoch"
+    ) -> decoding.Partial:
+        """Buffers to read token by token with, for the lanes of a state.
+
+        Args:
+            state: in projected form.
+            segment_len: tokens T between two writes of memory.
+            tables: where projected distances are kept; its own by default.
+            reset: where memory starts anew, as `memory.reset`.
+
+        Raises:
+            ValueError: token by token is not the same as segment by segment here (`decoding.steppable`).
+        """
+        return decoding.begin(self, state, segment_len=segment_len, tables=tables or Tables(), reset=reset)
+
+    def step(
+        self,
+        token_B: Tensor,
+        state: State,
+        partial: decoding.Partial,
+        *,
+        active: Sequence[bool] | None = None,
+        starts: Sequence[bool] | None = None,
+    ) -> tuple[Tensor, State]:
+        """Read one token of each lane: as `forward` over the segments so far, and memory is written where one is full.
+
+        Args:
+            token_B: (B,) int64.
+            state: memory before the segments under way. Not changed.
+            partial: the segments under way, from `begin`. Changed in place.
+            active: lanes that read their token; None: all. The others stand by.
+            starts: lanes whose document begins with this token; needed with reset=document.
+
+        Returns:
+            (B, D) hidden states for `log_probs`, and the memory that belongs to `partial` from now on.
+        """
+        return decoding.step(self, token_B, state, partial, active=active, starts=starts)
+
+    def read_by_layers(
+        self,
+        tokens_BN: Tensor,
+        state: State,
+        segments: Sequence[Segment],
+        targets_BN: Tensor | None = None,
+        *,
+        tables: Tables | None = None,
+    ) -> ModelOutput:
+        """Read several segments at once, layer by layer: as `forward` over one after the other (`model.layerwise`).
+
+        Args:
+            tokens_BN: (B, N) int64, the tokens of segments of equal length side by side.
+            state: memory before them, in projected form. Not changed.
+            segments: their facts; only a lane's last segment with tokens may be short.
+            targets_BN: (B, N) int64 next tokens, to get losses.
+            tables: where projected distances are kept.
+        """
+        assert all(getattr(part, "layer_parallel", False) for _, part in self.memory_parts())
+        chunk = layerwise.Chunk.of(segments, segment_len=tokens_BN.shape[1] // len(segments))
+        return layerwise.read(self, tokens_BN, state, chunk, targets_BN, tables=tables or Tables())
 
     def log_probs(self, hidden_BTD: Tensor) -> Tensor:
         """(B, T, V) log-probabilities, in nats, of the token after each position."""
@@ -149,11 +247,12 @@ class TransformerXL(HubModel, nn.Module):
         """Every memory with its path in the state, e.g. `layers.0.cache`."""
         if self.tokens is not None:
             yield "tokens", self.tokens
-        for index, layer in enumerate(self._blocks()):
+        for index, layer in enumerate(self.blocks()):
             for name, memory in layer.named_memories():
                 yield f"layers.{index}.{name}", memory
 
-    def _blocks(self) -> list[Block]:
+    def blocks(self) -> list[Block]:
+        """The layers, lowest first."""
         return list(self.layers)  # type: ignore[arg-type]
 
     def _embed(self, tokens_BT: Tensor, state: State, segment: Segment) -> Tensor:
@@ -165,7 +264,7 @@ class TransformerXL(HubModel, nn.Module):
 
     def _position(self) -> Position:
         """The first layer's; what is done before it is the same for all."""
-        return self._blocks()[0].attention.position
+        return self.blocks()[0].attention.position
 
     def _refuse_inner_resets(self) -> None:
         unable = [path for path, part in self.memory_parts() if not part.inner_resets]
@@ -183,25 +282,38 @@ class TransformerXL(HubModel, nn.Module):
             hide = (hide | (row >= n_prefix + n_token) & (not tokens.suffix_reads_slots))[:, None]
         return Layout(**size, mask=mask, hide_slots=hide, limit=self.limit)
 
-    def _table(self, layout: Layout, *, device: torch.device) -> DistanceTable:
+    def _table(self, layout: Layout, *, device: torch.device, tables: Tables | None) -> DistanceTable:
         """Distances of all layers, embedded once; the dropout mask is shared by all layers, as in the paper's code."""
+        assert tables is None or not self.training, "kept tables are for weights that rest"
         n_token = layout.n_prefix + layout.n_token + layout.n_suffix
-        table = distance_table(
-            oldest=max(layer.oldest for layer in self._blocks()),
+        ahead = n_token - 1 if layout.n_prefix or layout.n_suffix else 0
+        table = self.distances(n_token=n_token, ahead=ahead, device=device, tables=tables)
+        return table._replace(rows_WD=self.table_dropout(table.rows_WD))
+
+    def distances(self, *, n_token: int, ahead: int, device: torch.device, tables: Tables | None) -> DistanceTable:
+        """The table that n_token tokens need in whatever layer; kept where there are `tables`."""
+        embed = distance_table if tables is None else tables.embedded
+        return embed(
+            oldest=max(layer.oldest for layer in self.blocks()),
             n_token=n_token,
-            ahead=n_token - 1 if layout.n_prefix or layout.n_suffix else 0,
+            ahead=ahead,
             d_model=self.config.d_model,
             clamp_len=self.config.clamp_len,
             device=device,
             dtype=self.dtype,
         )
-        return table._replace(rows_WD=self.table_dropout(table.rows_WD))
 
     def _run(
-        self, layer: nn.Module, x: Tensor, state: State, segment: Segment, layout: Layout, table: DistanceTable
+        self,
+        layer: nn.Module,
+        x: Tensor,
+        state: State,
+        segment: Segment,
+        layout: Layout,
+        table: DistanceTable,
+        tables: Tables | None,
     ) -> tuple[Tensor, State, Aux]:
-        shared = None if self.config.untie_r else Biases(self.u, self.v)
-        args = (x, state, segment, layout, table, shared)
+        args = (x, state, segment, layout, table, self.shared_biases, tables)
         if self.config.checkpointing and self.training:
             return checkpoint(layer, *args, use_reentrant=False)
         return layer(*args)
@@ -214,7 +326,8 @@ class TransformerXL(HubModel, nn.Module):
         new = keep_dead(new, given, segment.length)
         return {f"tokens.{key}": tensor for key, tensor in new.items()}
 
-    def _losses(self, hidden: Tensor, targets_BT: Tensor | None, segment: Segment) -> Tensor | None:
+    def masked_losses(self, hidden: Tensor, targets_BT: Tensor | None, segment: Segment) -> Tensor | None:
+        """(B, T) nats per token, 0 on padding; None without targets."""
         if targets_BT is None:
             return None
         losses = self.softmax.losses(hidden, targets_BT)

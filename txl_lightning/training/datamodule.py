@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as L
 
-from txl_lightning.build import check_resets, check_vocabulary, document_end
+from txl_lightning.build import check_resets, check_schedule, check_vocabulary, document_end, segments_at_once
 from txl_lightning.config import Config
 from txl_lightning.data.lanes import LaneLoader, used_lanes
 from txl_lightning.data.order import units_of
@@ -68,17 +68,26 @@ class TextDataModule(L.LightningDataModule):
         return self.eval_dataloader("valid") if "valid" in self.data.splits else []
 
     def test_dataloader(self) -> LaneLoader:
-        return self.eval_dataloader(self.test_split)
+        """Lists of batches, as many as `eval.schedule` reads at once, or single ones."""
+        check_schedule(self.config)
+        world = self.trainer.world_size if self.trainer is not None else 1
+        lanes, length = self.config.eval_batch_size // world, self.config.eval_segment_len
+        at_once = segments_at_once(self.config, lanes=lanes, segment_len=length)
+        return self.eval_dataloader(self.test_split, group=at_once if at_once > 1 else 0)
 
-    def eval_dataloader(self, split: str) -> LaneLoader:
+    def eval_dataloader(self, split: str, *, group: int = 0) -> LaneLoader:
         """Lanes of any split with the lengths of evaluation.
+
+        Args:
+            split: its name.
+            group: segments handed out together, as a list; 0: one by one.
 
         Raises:
             ConfigError: the corpus has no such split.
         """
         lanes, key = self.config.eval_batch_size, self.config.eval_batch_key
         segment_len, used = self.config.eval_segment_len, self.eval_lanes(split)
-        return self._loader(split, lanes=lanes, used=used, segment_len=segment_len, key=key)
+        return self._loader(split, lanes=lanes, used=used, segment_len=segment_len, key=key, group=group)
 
     def eval_lanes(self, split: str) -> int:
         """Lanes in use when a split is evaluated: fewer than asked for if they would be shorter than one segment."""

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from txl_lightning.checkpoints import lane_files
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.store import TokenData
+from txl_lightning.model.tables import Tables
 from txl_lightning.model.transformer import ModelOutput, TransformerXL
 from txl_lightning.ranks import check_chunks
 from txl_lightning.training import progress, rng
@@ -68,6 +69,7 @@ class TransformerXLModule(L.LightningModule):
         self._reported: dict[str, Tensor] = {}  # what the latest training step's memory said
         self._curves: dict[str, Any] = {}  # figures of the point under way
         self._grad_norm: Tensor | None = None
+        self._tables: Tables | None = None  # projected distances of the evaluation under way
         self._read_text: str | None = None  # fingerprint of what the lanes hold
 
     def training_step(self, batch: Batch | list[Batch], batch_idx: int) -> Tensor:
@@ -232,7 +234,7 @@ class TransformerXLModule(L.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._eval_step(batch, dataloader_idx)
 
-    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def test_step(self, batch: Batch | list[Batch], batch_idx: int, dataloader_idx: int = 0) -> None:
         self._eval_step(batch, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
@@ -244,6 +246,7 @@ class TransformerXLModule(L.LightningModule):
             self._draw_point()
             if isinstance(self._schedule, Plateau) and self._validation_was_due():
                 self._schedule.tell(self.scores["val"]["loss"])
+        self._tables = None
         self.lanes.drop("sanity/")
         self.lanes.drop("val/")
 
@@ -257,6 +260,7 @@ class TransformerXLModule(L.LightningModule):
 
     def on_test_epoch_end(self) -> None:
         self._log_scores("test", self.eval_loss)
+        self._tables = None
         self.lanes.drop("test/")
 
     def configure_callbacks(self) -> list[L.Callback]:
@@ -459,9 +463,11 @@ class TransformerXLModule(L.LightningModule):
             if add is not None:
                 add(tag, text, self.trainer.global_step)
 
-    def _read(self, batch: Batch, state: State) -> ModelOutput:
+    def _read(self, batch: Batch, state: State, *, tables: Tables | None = None) -> ModelOutput:
         """Read one segment."""
-        return self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT)
+        if tables is None:
+            return self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT)
+        return self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT, tables=tables)
 
     def _fresh(self, lanes: int, stage: str) -> State:
         # weights move in training, so it keeps hidden states; evaluation projects each state once
@@ -472,12 +478,25 @@ class TransformerXLModule(L.LightningModule):
     def _state_dtype(self) -> torch.dtype:
         return torch.bfloat16 if "bf16" in str(self.trainer.precision) else self.dtype  # type: ignore[return-value]
 
-    def _eval_step(self, batch: Batch, dataloader_idx: int) -> None:
-        stage = stage_of(self.trainer, dataloader_idx)
-        out = self._read(batch, self.lanes.read(stage, batch, lambda lanes: self._fresh(lanes, stage)))
-        self.lanes.propose(stage, out.state, batch)
+    def _eval_step(self, batch: Batch | list[Batch], dataloader_idx: int) -> None:
+        """One segment, or several at once layer by layer."""
+        self._tables = self._tables if self._tables is not None else Tables()
+        stage, group = stage_of(self.trainer, dataloader_idx), batch if isinstance(batch, list) else [batch]
+        state = self.lanes.read(stage, group[0], lambda lanes: self._fresh(lanes, stage))
+        if len(group) == 1:
+            out = self._read(group[0], state, tables=self._tables)
+        else:
+            out = self.model.read_by_layers(
+                torch.cat([part.tokens_BT for part in group], dim=1),
+                state,
+                [part.segment for part in group],
+                torch.cat([part.targets_BT for part in group], dim=1),
+                tables=self._tables,
+            )
+        self.lanes.propose(stage, out.state, group[-1])
         self.lanes.commit(stage)
-        self.eval_loss.update(out.losses_BT.sum(), batch.segment.length.sum())  # type: ignore[union-attr]
+        n_target = torch.stack([part.segment.length.sum() for part in group]).sum()
+        self.eval_loss.update(out.losses_BT.sum(), n_target)  # type: ignore[union-attr]
 
     def _per_target(self, stage: str) -> dict[str, float]:
         """Words and bytes per target of an evaluated split, where the data counts them."""
