@@ -10,6 +10,7 @@ The plain twin is `TransformerXL.forward` over the segment under way, which `gen
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from txl_lightning.memory.base import may_look
 from txl_lightning.model.block import Block, Layout, Read, join_farthest, join_lanes, join_positioned, substate
 from txl_lightning.model.inference import gathered
 from txl_lightning.model.positions import Biases, DistanceTable, RotaryPosition
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 KEPT = ("x", "h", "q", "k", "v", "y")
 """What a memory's write is told of each token, in the order of `types.Tap` (and y, the layer's output)."""
 
+OF_HEADS = ("q", "k", "v")
+"""Those of them that are (B, H, T, K); the others are (B, T, D)."""
+
 
 @dataclass
 class LayerBuffers:
@@ -36,7 +41,11 @@ class LayerBuffers:
 
     keys_BHKP: Tensor  # S + E, as the position's `keys_at` gives them
     values_BHPK: Tensor
-    rows: dict[str, Tensor]  # by `KEPT`, and `before.<strategy>`: (B, T, D) or (B, H, T, K)
+    told_BTN: Tensor  # what memory will be told of each token, side by side
+    parts: dict[str, slice]  # of them, by `KEPT` and `before.<strategy>`; none where nobody wants to know
+    n_head: int
+    reads_beside: bool  # as those of `Block`
+    adds_to_input: bool
     usage_BP: Tensor  # float32 attention that each key received; empty where nobody wants it
     given: dict[str, State]  # states by strategy before resets
     states: dict[str, State]  # after them: what `side` and `residual` read; empty where a layer has neither
@@ -48,19 +57,34 @@ class LayerBuffers:
     farthest: Tensor | None  # (S,)
     table: DistanceTable
     written_from: dict[str, State] = field(default_factory=dict)  # states after resets: what `write` starts from
+    all_seen: bool = False  # every slot is there for every token, as far as may be looked at
 
     @property
     def n_slot(self) -> int:
         """S."""
         return self.age.shape[1]
 
+    @property
+    def by_distance(self) -> bool:
+        """Whether key p of S + T stands p places behind the oldest slot, each with a position."""
+        return self.contiguous and self.positioned is None and self.farthest is None
+
+    def told(self, name: str) -> Tensor:
+        """One part of what memory is told, (B, T, D) or (B, H, T, K)."""
+        part = self.told_BTN[..., self.parts[name]]
+        return part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) if name in OF_HEADS else part
+
     def take(
         self, layer: Block, given: dict[str, State], states: dict[str, State], offer: _Offer, started_B: Tensor
     ) -> None:
         """Copy what memory offers; every tensor that `step` reads stays where it is."""
         self.given, self.written_from, self.slots = given, states, offer.parts
-        self.bias.copy_(offer.bias)
-        self.age.copy_(offer.age)
+        for kept, new in zip(
+            (self.bias, self.age, self.positioned, self.farthest), offer[1:3] + offer[4:], strict=True
+        ):
+            if old is not None and new is not None:
+                old.copy_(new)
+        self.all_seen = may_look(offer.bias) and not offer.bias.any()
         self.usage_BP.masked_fill_(started_B[:, None], 0)
         for name, kept in self.states.items():
             for key, tensor in kept.items():
@@ -246,6 +270,8 @@ def advance(model: TransformerXL, token_B: Tensor, partial: Partial, *, active_B
     it can be captured as a graph.
     """
     now = Moment(model, partial, active_B)
+    if may_look(token_B) and len(set(partial.count)) == 1:
+        now.place = partial.count[0] + partial.n_prefix
     x = model.embedding(token_B[:, None])
     for layer, buffers in zip(model.blocks(), partial.layers, strict=True):
         x = _step_layer(layer, x, buffers, now, model.shared_biases)
@@ -320,8 +346,8 @@ def _fill(layer: Block, buffers: LayerBuffers, made: Read, layout: Layout, *, la
     for name, tap in made.taps.items():
         told = dict(zip(KEPT, (tap.x_BTD, tap.h_BTD, tap.q_BHTK, tap.k_BHTK, tap.v_BHTK, tap.y_BTD), strict=True))
         for kept, tensor in {**told, f"before.{name}": tap.before_BTD}.items():
-            if kept in buffers.rows and tensor is not None:
-                rows = buffers.rows[kept]
+            if kept in buffers.parts and tensor is not None:
+                rows = buffers.told(kept)
                 _put(rows.narrow(rows.dim() - 2, 0, layout.n_token), tensor, lanes_B)
 
 
@@ -340,6 +366,7 @@ class Moment:
             number = partial.document_BT.gather(1, self.place_B[:, None])
             self.later_B1, self.other_BE = number > 0, partial.document_BT < number
         self.segment = Segment(reset=torch.zeros_like(active_B), length=torch.ones_like(self.place_B))
+        self.place: int | None = None  # that of all lanes among their own keys, where shapes may depend on it
         self._masks: dict[int | None, Tensor] = {}
         self._rows: dict[int, Tensor] = {}
 
@@ -353,6 +380,20 @@ class Moment:
             zeros = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
             self._masks[limit] = zeros.masked_fill_(hidden, float("-inf"))[:, None, None]
         return self._masks[limit]
+
+    def place_of(self, buffers: LayerBuffers) -> int | None:
+        """Where all lanes' token stands among a layer's keys; None: they differ, or shapes must not depend on it."""
+        return None if self.place is None else buffers.n_slot + self.place
+
+    def positioned(self, buffers: LayerBuffers) -> Tensor | None:
+        """(P,) which keys have a position; None: all."""
+        if buffers.positioned is None:
+            return None
+        return torch.cat([buffers.positioned, buffers.positioned.new_ones(len(self.own))])
+
+    def sees_all(self, buffers: LayerBuffers, own_limit: int | None) -> bool:
+        """Whether the token surely sees every slot and every token before it."""
+        return buffers.all_seen and self.other_BE is None and self.limit is None and own_limit is None
 
     def row(self, buffers: LayerBuffers) -> Tensor:
         """(B, 1, P) the row of the distance table of each key."""
@@ -391,49 +432,59 @@ class Moment:
 def _step_layer(layer: Block, x: Tensor, buffers: LayerBuffers, now: Moment, shared: Biases | None) -> Tensor:
     """(B, 1, D) the layer's output for one token."""
     before: dict[str, Tensor] = {}
-    for name, memory in layer.named_memories():
-        before[f"before.{name}"] = x
-        x = memory.residual(buffers.states[name], x, now.segment)
+    if buffers.adds_to_input:
+        for name, memory in layer.named_memories():
+            before[f"before.{name}"] = x
+            x = memory.residual(buffers.states[name], x, now.segment)
     h, q, k, v = layer.projected(x)
-    own = (now.own_B + buffers.n_slot)[:, None, None, None]
+    own_B = now.own_B + buffers.n_slot
     turned = layer.attention.position.keys_at(k, now.own_B[:, None]).transpose(-1, -2)
-    buffers.keys_BHKP.scatter_(3, own.expand_as(turned), turned.to(buffers.keys_BHKP.dtype))
-    buffers.values_BHPK.scatter_(2, own.expand_as(v), v.to(buffers.values_BHPK.dtype))
-    heads = _attend(layer, q, buffers, now, shared)
-    tap = Tap(x, h, q, k, v)
-    taps = {name: _with_slots(tap, buffers, name) for name, _ in layer.named_memories()}
-    heads, extra = layer.side(buffers.states, taps, heads, now.segment, now.layout)
+    _put_at(buffers.keys_BHKP, turned, own_B, dim=3, place=now.place_of(buffers))
+    _put_at(buffers.values_BHPK, v, own_B, dim=2, place=now.place_of(buffers))
+    heads, extra = _attend(layer, q, buffers, now, shared), None
+    if buffers.reads_beside:
+        tap = Tap(x, h, q, k, v)
+        taps = {name: _with_slots(tap, buffers, name) for name, _ in layer.named_memories()}
+        heads, extra = layer.side(buffers.states, taps, heads, now.segment, now.layout)
     y = layer.after_attention(x, layer.attention.merge(heads), extra)
-    _record(buffers, {**dict(zip(KEPT, (x, h, q, k, v, y), strict=True)), **before}, now.place_B)
+    if buffers.parts:
+        told = [part.transpose(1, 2).flatten(2) if part.dim() == 4 else part for part in (x, h, q, k, v, y)]
+        place = None if now.place is None else now.place - now.n_prefix
+        _put_at(buffers.told_BTN, torch.cat([*told, *before.values()], dim=-1), now.place_B, dim=1, place=place)
     return y
 
 
 def _attend(layer: Block, q: Tensor, buffers: LayerBuffers, now: Moment, shared: Biases | None) -> Tensor:
-    """(B, H, 1, K): one query of each lane over all keys."""
+    """(B, H, 1, K): one query of each lane over all keys, those that are not there yet masked or left out."""
     position = layer.attention.position
     content, by_row = position.parts(q, buffers.table, position.biases(shared), place_BT=now.own_B[:, None])
-    bias = now.bias(buffers, layer.own_limit, q.dtype)
-    if by_row is not None:
-        own = None
-        if buffers.positioned is not None:
-            own = torch.cat([buffers.positioned, buffers.positioned.new_ones(len(now.own))])
-        bias = gathered(by_row, now.row(buffers), own).add_(bias)
     batch, n_head, _, width = q.shape
+    keys, values = buffers.keys_BHKP.flatten(0, 1), buffers.values_BHPK.flatten(0, 1)
+    if now.place is not None and by_row is not None and buffers.by_distance:
+        seen = buffers.n_slot + now.place + 1
+        keys, values = keys[..., :seen], values[:, :seen]
+        bias = by_row.narrow(-1, buffers.table.first - seen + 1, seen)  # row of distance seen - 1, and on
+        if not now.sees_all(buffers, layer.own_limit):
+            bias = bias + now.bias(buffers, layer.own_limit, q.dtype)[..., :seen]
+    else:
+        bias = now.bias(buffers, layer.own_limit, q.dtype)
+        if by_row is not None:
+            bias = gathered(by_row, now.row(buffers), now.positioned(buffers)).add_(bias)
     bias = bias.expand(batch, n_head, 1, -1).reshape(batch * n_head, 1, -1)
-    scores = torch.baddbmm(bias, content.reshape(-1, 1, width), buffers.keys_BHKP.flatten(0, 1), alpha=position.scale)
-    weights = scores.softmax(dim=-1)
+    weights = torch.baddbmm(bias, content.reshape(-1, 1, width), keys, alpha=position.scale).softmax(dim=-1)
     if layer.wants_usage:
         received = weights.view(batch, n_head, -1).sum(dim=1).float()
-        buffers.usage_BP.add_(received * now.active_B[:, None])
-    return torch.bmm(weights, buffers.values_BHPK.flatten(0, 1)).view(batch, n_head, 1, width)
+        buffers.usage_BP[:, : received.shape[1]].add_(received * now.active_B[:, None])
+    return torch.bmm(weights, values).view(batch, n_head, 1, width)
 
 
-def _record(buffers: LayerBuffers, made: dict[str, Tensor], place_B: Tensor) -> None:
-    """Keep what memory will be told, at each lane's place."""
-    for name, rows in buffers.rows.items():
-        new = made[name].to(rows.dtype)
-        dim = rows.dim() - 2
-        rows.scatter_(dim, place_B.view(-1, *[1] * (rows.dim() - 1)).expand_as(new), new)
+def _put_at(buffer: Tensor, new: Tensor, place_B: Tensor, *, dim: int, place: int | None) -> None:
+    """Overwrite one entry along a dimension, each lane's at its own place; `place`: that of all, where it is known."""
+    if place is not None:
+        buffer.narrow(dim, place, 1).copy_(new)
+        return
+    index = place_B.view(-1, *[1] * (buffer.dim() - 1)).expand_as(new)
+    buffer.scatter_(dim, index, new.to(buffer.dtype))
 
 
 def _with_slots(tap: Tap, buffers: LayerBuffers, name: str) -> Tap:
@@ -445,8 +496,9 @@ def _with_slots(tap: Tap, buffers: LayerBuffers, name: str) -> Tap:
 
 def _tap(buffers: LayerBuffers, name: str, layer: Block) -> Tap:
     """What a strategy's write is told of the whole segment."""
-    x, h, q, k, v, y = (buffers.rows[kept] for kept in KEPT)
-    tap = _with_slots(Tap(x, h, q, k, v, y_BTD=y, before_BTD=buffers.rows.get(f"before.{name}", x)), buffers, name)
+    x, h, q, k, v, y = (buffers.told(kept) for kept in KEPT)
+    before = buffers.told(f"before.{name}") if f"before.{name}" in buffers.parts else x
+    tap = _with_slots(Tap(x, h, q, k, v, y_BTD=y, before_BTD=before), buffers, name)
     if not layer.memories[name].needs_usage:
         return tap
     tap = tap._replace(usage_BT=buffers.usage_BP[:, buffers.usage_BP.shape[1] - x.shape[1] :])
@@ -494,16 +546,18 @@ def _buffers(
     batch, n_token, width = x_BTD.shape
     heads, n_key = (layer.attention.n_head, layer.attention.d_head), offer.age.shape[1] + n_own
     asked = layer.reads_beside or layer.adds_to_input
-    rows: dict[str, Tensor] = {}
-    if states:
-        rows = {name: x_BTD.new_zeros(batch, n_token, width) for name in ("x", "h", "y")}
-        rows.update({name: x_BTD.new_zeros(batch, heads[0], n_token, heads[1]) for name in ("q", "k", "v")})
+    widths = {name: heads[0] * heads[1] if name in OF_HEADS else width for name in KEPT} if states else {}
     if layer.adds_to_input:
-        rows.update({f"before.{name}": x_BTD.new_zeros(batch, n_token, width) for name in states})
+        widths.update({f"before.{name}": width for name in states})
+    ends = list(itertools.accumulate(widths.values()))
     return LayerBuffers(
         keys_BHKP=x_BTD.new_zeros(batch, *heads, n_key),
         values_BHPK=x_BTD.new_zeros(batch, heads[0], n_key, heads[1]),
-        rows=rows,
+        told_BTN=x_BTD.new_zeros(batch, n_token, ends[-1] if ends else 0),
+        parts={name: slice(end - size, end) for (name, size), end in zip(widths.items(), ends, strict=True)},
+        n_head=heads[0],
+        reads_beside=layer.reads_beside,
+        adds_to_input=layer.adds_to_input,
         usage_BP=torch.zeros(batch, n_key if layer.wants_usage else 0, device=x_BTD.device),
         given={},
         states={name: {key: old.clone() for key, old in state.items() if asked} for name, state in states.items()},
@@ -511,8 +565,8 @@ def _buffers(
         bias=offer.bias.clone(),
         age=offer.age.clone(),
         contiguous=offer.contiguous,
-        positioned=offer.positioned,
-        farthest=offer.farthest,
+        positioned=None if offer.positioned is None else offer.positioned.clone(),
+        farthest=None if offer.farthest is None else offer.farthest.clone(),
         table=table,
     )
 
