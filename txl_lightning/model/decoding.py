@@ -79,9 +79,7 @@ class LayerBuffers:
     ) -> None:
         """Copy what memory offers; every tensor that `step` reads stays where it is."""
         self.given, self.written_from, self.slots = given, states, offer.parts
-        for old, new in zip(
-            (self.bias, self.age, self.positioned, self.farthest), offer[1:3] + offer[4:], strict=True
-        ):
+        for old, new in zip((self.bias, self.age, self.positioned, self.farthest), offer[1:3] + offer[4:], strict=True):
             if old is not None and new is not None:
                 old.copy_(new)
         self.all_seen = may_look(offer.bias) and not offer.bias.any()
