@@ -281,6 +281,7 @@ FREE_TEXT = (
     "each",
     "speed_from",
     "run_dir",
+    "strategy.config",
     "data.path",
     "data.train",
     "data.valid",

@@ -54,8 +54,8 @@ KNOWN = (
 """Keys of DeepSpeed that a user's JSON may hold beside them."""
 
 
-def build_strategy(config: Config, *, device: str) -> str | Strategy:
-    """What `L.Trainer(strategy=...)` takes. `device`: the kind that will be used."""
+def build_strategy(config: Config, *, device: str, precision: str) -> str | Strategy:
+    """What `L.Trainer(strategy=...)` takes. `device` and `precision`: what will be used."""
     keys = config.strategy
     if keys.name == "auto":
         return "auto"
@@ -64,7 +64,8 @@ def build_strategy(config: Config, *, device: str) -> str | Strategy:
         # gradients in the buffers that are sent, else each rank holds them twice
         return LanesDDP(timeout=timeout, gradient_as_bucket_view=True)
     _prepare_import(device)
-    return FolderDeepSpeed(settings(config, device=device), timeout=timeout, title=keys.title)
+    chosen = settings(config, device=device, precision=precision)
+    return FolderDeepSpeed(chosen, timeout=timeout, title=keys.title)
 
 
 def check_strategy(config: Config, *, device: str) -> None:
@@ -92,24 +93,21 @@ def _prepare_import(device: str) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
-def settings(config: Config, *, device: str) -> dict[str, Any]:
+def settings(config: Config, *, device: str, precision: str = "32-true") -> dict[str, Any]:
     """DeepSpeed's configuration: ours, with the user's JSON on top. Raises ConfigError."""
     keys = config.strategy
+    # with nothing divided and nothing rounded each rank has its gradients at hand, and we clip as everywhere else
+    engine_clips = keys.stage or precision != "32-true"
     ours: dict[str, Any] = {
         "gradient_accumulation_steps": config.trainer.accumulate_grad_batches,
         "train_micro_batch_size_per_gpu": 1,  # for its own reports
-        # with nothing divided each rank has its gradients at hand, and we clip as everywhere else
-        "gradient_clipping": config.optim.clip if _engine_clips(config) else 0.0,
+        "gradient_clipping": config.optim.clip if engine_clips else 0.0,
         "zero_allow_untested_optimizer": True,  # those that would come to other weights are refused
         "zero_force_ds_cpu_optimizer": False,  # torch's own: its results are those of one process
     }
     theirs = _read(keys)
     zero = {**_zero(keys, device=device), **theirs.pop("zero_optimization", {})}
     return {**ours, **theirs, **({"zero_optimization": zero} if keys.stage else {})}
-
-
-def _engine_clips(config: Config) -> bool:
-    return bool(config.strategy.stage) or config.trainer.precision != "32-true"
 
 
 def _zero(keys: StrategyConfig, *, device: str) -> dict[str, Any]:

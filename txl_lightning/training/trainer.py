@@ -27,13 +27,13 @@ from txl_lightning.training.strategies import build_strategy, check_strategy
 def build_trainer(config: Config, *, callbacks: Sequence[L.Callback] = (), loggers: Sequence[Logger] = ()) -> L.Trainer:
     """Trainer with the given observers; nothing of its own is written to disk."""
     keys = config.trainer
-    interval = keys.val_check_interval
+    interval, precision = keys.val_check_interval, resolve_precision(config)
     return L.Trainer(
         accelerator=keys.accelerator,
         devices=keys.devices,
         num_nodes=keys.num_nodes,
-        strategy=build_strategy(config, device=device_kind(config)),
-        precision=resolve_precision(config),  # type: ignore[arg-type]
+        strategy=build_strategy(config, device=device_kind(config), precision=precision),
+        precision=precision,  # type: ignore[arg-type]
         max_steps=keys.max_steps,
         max_epochs=-1,
         val_check_interval=interval,
