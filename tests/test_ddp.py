@@ -113,7 +113,7 @@ def test_eight_ranks_on_two_nodes(tmp_path: Path) -> None:
     (tmp_path / "driver.py").write_text(DRIVER)
     base = [item for item in RUN if item.partition("=")[0] not in ("data.batch_size", "trainer.max_steps")]
     keys = [*MODEL, *base, "data=text", "data.path=book.txt", "logger=csv", "data.batch_size=8"]
-    keys += ["trainer.max_steps=30", "trainer.log_every_n_steps=1", "trainer.val_check_interval=10"]
+    keys += ["trainer.max_steps=12", "trainer.log_every_n_steps=1", "trainer.val_check_interval=4"]
     nodes = ["trainer.devices=4", "trainer.num_nodes=2", "strategy=ddp", "strategy.timeout_s=200", "run_dir=two"]
     place = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     place["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 
 from tests.test_resume import assert_same, config_of, saved, unequal
 from tests.test_resume import train as train_fully
@@ -261,6 +262,14 @@ def test_a_trainer_with_more_ranks_than_the_configuration_says(tmp_path: Path) -
     data.trainer = SimpleNamespace(global_rank=0, world_size=2, strategy=strategy)  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"lane_chunks=4: must divide the 2 lanes of each rank"):
         data.train_dataloader()
+
+
+def test_a_strategy_that_counts_backward_passes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed's does, which would reduce gradients after each chunk."""
+    assert DeepSpeedStrategy.handles_gradient_accumulation.fget(None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(SingleDeviceStrategy, "handles_gradient_accumulation", True)
+    with pytest.raises(ConfigError, match=r"trainer\.lane_chunks=2: SingleDeviceStrategy takes every backward pass"):
+        fit(small(tmp_path, "trainer.lane_chunks=2"))
 
 
 def test_dry_run_shows_smaller_activations(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from txl_lightning import LaneState
 from txl_lightning.errors import ConfigError
-from txl_lightning.types import Batch, Position, Segment
+from txl_lightning.types import Batch, Chunk, Position, Segment
 
 
 def batch(*, reset: list[bool], length: list[int], segment: int = 0) -> Batch:
@@ -53,6 +53,37 @@ def test_no_graph_survives_a_step() -> None:
     lanes.propose("train", {"h": grown}, batch(reset=[True, True], length=[4, 4]))
     lanes.commit("train")
     assert not lanes.current("train")["h"].requires_grad
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_chunks_read_and_propose_their_share(offload: bool) -> None:
+    """Of a model that knows no lanes: resets and lanes without tokens in each chunk, and one commit for all."""
+    lanes = LaneState(offload=offload)
+    reset, length = [False, True, True, False], [4, 4, 0, 0]
+    first, second = batch(reset=[True] * 4, length=[4] * 4), batch(reset=reset, length=length, segment=1)
+    lanes.propose("train", {"h": torch.ones(4, 2)}, first)
+    lanes.commit("train")
+    for index in range(2):
+        chunk = Chunk(index, 2)
+        part = second.share(chunk)
+        assert part.tokens_BT.shape == (2, 4) and part.n_target == 8
+        state = lanes.read("train", part, fresh, chunk=chunk)
+        assert state["h"].tolist() == [[[1, 1], [7, 7]], [[7, 7], [1, 1]]][index]
+        assert not lanes.is_whole("train")
+        lanes.propose("train", {"h": torch.full((2, 2), 3.0)}, part, chunk=chunk)
+        assert lanes.current("train")["h"].eq(1).all() and lanes.position == Position(0, 1)
+    lanes.commit("train")
+    assert lanes.current("train")["h"].tolist() == [[3, 3], [3, 3], [1, 1], [1, 1]]
+    assert lanes.position == Position(0, 2)
+
+
+def test_a_commit_needs_all_chunks() -> None:
+    lanes, first = LaneState(), batch(reset=[True, True], length=[4, 4])
+    lanes.propose("train", {"h": torch.ones(1, 2)}, first.share(Chunk(0, 2)), chunk=Chunk(0, 2))
+    with pytest.raises(AssertionError, match="some chunks have not proposed"):
+        lanes.commit("train")
+    with pytest.raises(AssertionError, match="in their order"):
+        lanes.propose("train", {"h": torch.ones(1, 2)}, first.share(Chunk(0, 4)), chunk=Chunk(2, 4))
 
 
 def test_stages_are_apart_and_can_be_dropped() -> None:

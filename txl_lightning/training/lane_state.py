@@ -102,7 +102,10 @@ class LaneState:
 
     def is_whole(self, stage: str) -> bool:
         """Whether all chunks have proposed, so that `commit` may come."""
-        return stage in self._proposed and (chunk := self._proposed[stage][2]).index == chunk.count - 1
+        if stage not in self._proposed:
+            return False
+        latest = self._proposed[stage][2]
+        return latest.index == latest.count - 1
 
     def commit(self, stage: str) -> None:
         """Make the proposed state the current one."""

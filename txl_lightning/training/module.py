@@ -281,6 +281,10 @@ class TransformerXLModule(L.LightningModule):
             theirs = self.trainer.accumulate_grad_batches
             cure = f"set trainer.accumulate_grad_batches={theirs} in the configuration instead"
             raise ConfigError("Trainer.accumulate_grad_batches", theirs, "is not read", cure)
+        chunks, strategy = self.config.trainer.lane_chunks, self.trainer.strategy
+        if chunks > 1 and strategy.handles_gradient_accumulation:
+            rule = f"{type(strategy).__name__} takes every backward pass for a step's last"
+            raise ConfigError("trainer.lane_chunks", chunks, rule, "set it to 1, or train with strategy=ddp")
         optimizer = build_optimizer(self.named_parameters(), self.config.optim)
         self._schedule = build_schedule(optimizer, self.config.optim, max_steps=planned)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._schedule, "interval": "step"}}
