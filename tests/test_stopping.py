@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.test_resume import forked
 from tests.tiny import MODEL, RUN, write_corpus
+from txl_lightning import cli, jobs
 from txl_lightning.checkpoints import read_stand
 from txl_lightning.training import stopping
 from txl_lightning.training.stopping import GracefulStop
@@ -98,19 +100,15 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "result.json").exists()
 
 
-def test_a_signal_before_training_listens_ends_with_the_code_of_a_requeue(tmp_path: Path) -> None:
-    """While the checks import what they need: nothing was made, and the same command may be given again."""
-    (tmp_path / "early.py").write_text(
-        "import os, signal, sys\n"
-        "from txl_lightning import cli, jobs\n"
-        "jobs.build = lambda *a, **k: os.kill(os.getpid(), getattr(signal, sys.argv.pop(1)))\n"
-        "sys.exit(cli.main(sys.argv[2:]))\n"
-    )
-    for name in ("SIGTERM", "SIGUSR1"):
-        command = [sys.executable, "early.py", name, *fit_arguments(tmp_path)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-        assert (done.returncode, done.stderr) == (75, "")
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_before_training_listens_ends_with_the_code_of_a_requeue(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """While the configuration is checked: nothing was made, and the same command may be given again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jobs, "build", lambda *_, **__: os.kill(os.getpid(), getattr(signal, name)))
+    assert os.waitstatus_to_exitcode(forked(lambda: cli.main(fit_arguments(tmp_path)))) == 75
+    assert capfd.readouterr().err == "" and not (tmp_path / "run").exists()
 
 
 def test_a_signal_that_the_checks_swallowed_still_ends_training(
@@ -168,7 +166,7 @@ sys.exit(cli.main())
 )
 def test_a_rank_that_dies_ends_the_others_and_is_named(how: str, said: list[str], tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(f"HOW = {how!r}\n{DYING}")
-    arguments = fit_arguments(tmp_path, "trainer.devices=2", "strategy=ddp", "strategy.timeout_s=20")
+    arguments = fit_arguments(tmp_path, "trainer.devices=2", "strategy=ddp", "strategy.timeout_s=120")
     process: Any = subprocess.Popen(
         [sys.executable, "dies.py", *arguments],
         cwd=tmp_path,

@@ -28,7 +28,7 @@ GRACE = 5.0  # seconds in which the others may notice by themselves that one is 
 LAST_WORDS = "TXL_LAST_WORDS"
 """Environment variable: a folder in which a rank that fails leaves one line about why."""
 
-LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "timed out waiting", "timeout", "nccl")
+LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "timed out", "nccl")
 """What torch's backends say, in small letters, when another rank is gone or does not come."""
 
 
