@@ -461,6 +461,9 @@ class Config(TopConfig):
         if not self.strategy.sharded:
             return
         title = self.strategy.title
+        if self.trainer.lane_chunks > 1:
+            rule = f"strategy={title} takes every backward pass for a step's last"
+            raise self.trainer.refuse("lane_chunks", rule, "set it to 1, or use strategy=ddp")
         for name, off in (("on_divergence", "stop"), ("max_loss_rise", 0.0)):
             if getattr(self.trainer, name) != off:
                 cure = "leave it out, or use strategy=ddp"
