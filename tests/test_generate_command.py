@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 from pathlib import Path
@@ -86,3 +87,36 @@ def test_nothing_on_standard_input_is_refused(
     assert sample(ckpt, "prompt=-") == 2
     rule = "standard input is empty; give at least one character to continue"
     assert capsys.readouterr().err == f"error: prompt=-: {rule}\n"
+
+
+def test_prompts_of_a_file_are_continued_as_each_would_be(ckpt: str, tmp_path: Path) -> None:
+    """JSON Lines in and out: other keys stay, and lanes do not change what is drawn."""
+    prompts = [{"id": 7, "prompt": "Once"}, {"prompt": "a much longer beginning, of more than one segment" * 3}]
+    prompts.append({"prompt": "café"})
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts) + "\n")
+    found = []
+    for lanes in (1, 3):
+        assert sample(ckpt, f"prompts={source}", f"out={tmp_path / 'out.jsonl'}", f"lanes={lanes}") == 0
+        lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        assert [{key: value for key, value in line.items() if key != "text"} for line in lines] == prompts
+        found.append([line["text"] for line in lines])
+    assert found[0] == found[1] and all(len(text) > 10 for text in found[0])
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        ("", "has no line"),
+        ("once", "line 1 is no JSON"),
+        ('{"prompt": 3}', "line 1 has no text"),
+        (None, "no such file"),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_refused(
+    content: str | None, rule: str, ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "prompts").write_text(content)
+    assert sample(ckpt, f"prompts={tmp_path / 'prompts'}", f"out={tmp_path / 'out'}") == 2
+    assert rule in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -50,6 +50,9 @@ class GenerateOptions(Options):
     ckpt: str | None = key(None, "checkpoint file or run folder to sample from (required)")
     prompt: str | None = key(None, "text to continue; - reads standard input")
     prompt_file: str | None = key(None, "file with the text to continue")
+    prompts: str | None = key(None, 'file of many, one JSON object per line with the text under "prompt"; needs out')
+    out: str | None = key(None, 'with prompts: file for the same objects with the continuation under "text"')
+    lanes: int = key(16, "with prompts: how many are continued side by side", minimum=1)
     tokens: int = key(300, "tokens to sample", minimum=1)
     temperature: float = key(0.8, "divides the logits; 0: always the likeliest token", minimum=0)
     top_k: int = key(0, "sample among this many likeliest tokens; 0: all", minimum=0)
@@ -220,7 +223,7 @@ COMMANDS = {
         summary="measure how far back a memory reaches, or what it brings back (retrieval)",
         options=AnalyzeOptions,
         read=("experiment", *_MODEL, *_DATA, "eval.*", "trainer.accelerator", "seed"),
-        unread=tuple(name for name in _FOR_TRAINING if not name.endswith("init_std")),
+        unread=("eval.schedule", *(name for name in _FOR_TRAINING if not name.endswith("init_std"))),
         needs_ckpt=False,
     ),
     "data": Command(
@@ -271,6 +274,7 @@ POSITIONAL = {"analyze": "action", "data": "action", "reproduce": "name"}
 FREE_TEXT = (
     "prompt",
     "prompt_file",
+    "prompts",
     "ckpt",
     "resume",
     "src",

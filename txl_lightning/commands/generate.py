@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterable
@@ -11,6 +12,8 @@ import torch
 
 from txl_lightning.build import document_end
 from txl_lightning.checkpoints import load_checkpoint, read_checkpoint
+from txl_lightning.commands.output import check_out
+from txl_lightning.commands.prompts import continued, read_prompts
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.vocab import ByteVocab, Tokens, Vocab, from_dict
 from txl_lightning.generation import SamplingRule, Session
@@ -23,9 +26,15 @@ def check(config: Config, options: GenerateOptions) -> None:
     """Everything about a sample that can be refused. Writes nothing; raises ConfigError."""
     if options.ckpt is None:
         raise options.refuse("ckpt", "is required", "give a checkpoint file or run folder: txl generate ckpt=PATH")
-    if options.prompt is not None and options.prompt_file is not None:
-        raise options.refuse("prompt_file", "a prompt is given as well", "give one of the two")
-    if options.prompt is None and options.prompt_file is None:
+    given = [name for name in ("prompt", "prompt_file", "prompts") if getattr(options, name) is not None]
+    if len(given) > 1:
+        raise options.refuse(given[1], f"{given[0]} is given as well", "give one of the two")
+    if options.out is not None and options.prompts is None:
+        raise options.refuse("out", "only prompts=FILE writes a file", "leave it out, or give prompts=FILE")
+    if options.prompts is not None and options.out is None:
+        raise ConfigError("out", None, "is missing: many prompts are continued into a file", "give out=FILE")
+    check_out(options.out)
+    if not given:
         cure = "give prompt=TEXT, prompt=- for standard input, or prompt_file=PATH"
         raise ConfigError("prompt", "", "is missing", cure)
     if options.prompt == "":
@@ -35,13 +44,17 @@ def check(config: Config, options: GenerateOptions) -> None:
     device_kind(config)
     load_checkpoint(options.ckpt, config)
     vocab = vocab_of(options.ckpt)
-    if options.prompt != "-":
+    if options.prompts is not None:
+        read_prompts(options, vocab)
+    elif options.prompt != "-":
         encoded(options, read_text(options), vocab)
 
 
 def run(config: Config, options: GenerateOptions) -> None:
     """Print the prompt and, token by token, how the model continues it."""
     assert options.ckpt is not None
+    if options.prompts is not None:
+        return run_many(config, options)
     vocab, text = vocab_of(options.ckpt), read_text(options)
     if not text:
         raise options.refuse("prompt", "standard input is empty", "give at least one character to continue")
@@ -53,6 +66,25 @@ def run(config: Config, options: GenerateOptions) -> None:
     rule = SamplingRule(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     generator = torch.Generator().manual_seed(config.seed)
     show(vocab.stream(session.sample(options.tokens, rule=rule, generator=generator)))
+
+
+def run_many(config: Config, options: GenerateOptions) -> None:
+    """Continue every prompt of a file into another."""
+    assert options.ckpt is not None and options.out is not None
+    vocab = vocab_of(options.ckpt)
+    model = load_checkpoint(options.ckpt, config).to(device_kind(config))
+    lines = continued(
+        model,
+        read_prompts(options, vocab),
+        options,
+        segment_len=config.data.segment_len,
+        separator=document_end(vocab),
+        vocab=vocab,
+        seed=config.seed,
+    )
+    with open(os.path.expanduser(options.out), "w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 CONTROL = dict.fromkeys([*range(9), *range(11, 32), 127], "\ufffd")

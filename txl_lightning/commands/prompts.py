@@ -1,0 +1,80 @@
+"""Prompts of a file, continued side by side: JSON Lines in, JSON Lines out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from txl_lightning.data.vocab import Tokens, Vocab
+from txl_lightning.errors import ConfigError
+from txl_lightning.generation import SamplingRule, Session
+from txl_lightning.model.transformer import TransformerXL
+from txl_lightning.options import GenerateOptions
+
+
+def read_prompts(options: GenerateOptions, vocab: Vocab) -> list[tuple[dict[str, Any], Tokens]]:
+    """Each line's object and the ids (N,) of its prompt.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line has no prompt that the vocabulary can write.
+    """
+    assert options.prompts is not None
+    path = Path(os.path.expanduser(options.prompts))
+    if not path.is_file():
+        raise options.refuse("prompts", "no such file", "give a file of JSON objects, one per line")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise options.refuse("prompts", f"cannot be read: {error}", "give a file in UTF-8") from error
+    found = [_prompt(options, line, vocab, number) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
+        raise options.refuse("prompts", "has no line", 'write one object per line, as {"prompt": "Once"}')
+    return found
+
+
+def _prompt(options: GenerateOptions, line: str, vocab: Vocab, number: int) -> tuple[dict[str, Any], Tokens]:
+    cure = 'write one object per line, as {"prompt": "Once"}'
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise options.refuse("prompts", f"line {number} is no JSON", cure) from error
+    if not isinstance(values, dict) or not isinstance(values.get("prompt"), str):
+        raise options.refuse("prompts", f'line {number} has no text under "prompt"', cure)
+    try:
+        tokens = vocab.encode(values["prompt"])
+    except ConfigError as error:
+        raise options.refuse("prompts", f"line {number}: {error.value} {error.rule}", error.cure) from error
+    if not len(tokens):
+        raise options.refuse("prompts", f"line {number}: the prompt holds no token", f"give at least one {vocab.unit}")
+    return values, tokens
+
+
+def continued(
+    model: TransformerXL,
+    prompts: list[tuple[dict[str, Any], Tokens]],
+    options: GenerateOptions,
+    *,
+    segment_len: int,
+    separator: int | None,
+    vocab: Vocab,
+    seed: int,
+) -> Iterator[dict[str, Any]]:
+    """Each line's object with what the model goes on with under "text", in the order of the lines.
+
+    Line number i is drawn from seed + i, so it does not depend on how many are read side by side.
+    """
+    rule = SamplingRule(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    for first in range(0, len(prompts), options.lanes):
+        group = prompts[first : first + options.lanes]
+        session = Session(model, segment_len=segment_len, separator=separator, lanes=len(group))
+        session.feed([tokens.tolist() for _, tokens in group])
+        generators = [torch.Generator().manual_seed(seed + first + lane) for lane in range(len(group))]
+        drawn = np.array(list(session.sample(options.tokens, rule=rule, generator=generators)))
+        for (values, _), tokens in zip(group, drawn.T, strict=True):
+            yield {**values, "text": vocab.decode(tokens)}
