@@ -32,7 +32,7 @@ T = 8
 KEYS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "none": ({}, {}),
     "cache": ({"mem_len": 12}, {"M": 12}),
-    "compressive": ({"mem_len": 12, "compressed_len": 5}, {"M": 12, "C": 5}),
+    "compressive": ({"mem_len": 12, "compressed_len": 5, "rate": 2}, {"M": 12, "C": 5, "c": 2}),
     "window": ({"window": 9, "sinks": 0}, {"W": 9, "S": 0}),
     "expire": ({"mem_len": 7}, {"M": 7}),
     "tokens": ({"n_tokens": 3}, {"m": 3}),

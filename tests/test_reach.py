@@ -64,12 +64,58 @@ def test_without_memory_and_with_each_segment_anew_nothing_reaches() -> None:
         assert (found := reach(memory, "memory.reset=segment")).tokens == found.formula == 0
 
 
+@pytest.mark.parametrize(
+    ("keys", "layers", "expected"),
+    [
+        (["mem_len=8", "compressed_len=2", "rate=4", "function=conv"], 2, 16 + 16),
+        (["mem_len=9", "compressed_len=3", "rate=2", "function=mean", "loss=none"], 3, 2 * 16 + 15),
+        (["mem_len=8", "compressed_len=3", "rate=2", "function=dilated"], 2, 16 + 14 + 2),  # 2 rows older, not 3
+        (["mem_len=8", "compressed_len=1", "rate=2", "function=dilated"], 1, 10 + 3),
+        (["mem_len=8", "compressed_len=3", "rate=4", "function=dilated", "layers=[1]"], 2, 24),
+    ],
+)
+def test_a_compressive_memory_reaches_as_far_as_its_formula(keys: list[str], layers: int, expected: int) -> None:
+    found = reach("compressive", *[f"memory.{key}" for key in keys], layers=layers)
+    assert found.tokens == found.formula == expected
+
+
+@pytest.mark.parametrize(
+    ("memory", "keys", "layers", "expected"),
+    [
+        ("knn", ["mem_len=16", "top_k=16"], 2, 16),
+        ("knn", ["mem_len=13", "top_k=13"], 2, 16),  # in layer 1, which has read the whole segment
+        ("knn", ["mem_len=13", "top_k=13", "layers=[0]"], 2, 13),
+        ("knn", ["mem_len=13", "top_k=13", "layers=all"], 2, 29),
+        ("expire", ["mem_len=11", "max_span=50"], 2, 16 + 11),
+        ("cache", ["mem_len=8", "layers=[1]"], 2, 8),
+        ("cache", ["mem_len=9", "layers=[0,2]"], 3, 16 + 9),
+        ("mix", ["parts=[{name: cache, layers: [0], mem_len: 5}, {name: knn, mem_len: 9, top_k: 9}]"], 2, 21),
+        ("mix", ["parts=[{name: cache, mem_len: 5}, {name: expire, mem_len: 9, max_span: 50.0}]"], 2, 25),
+    ],
+)  # fmt: skip
+def test_other_memories_reach_as_far_as_their_formulas(
+    memory: str, keys: list[str], layers: int, expected: int
+) -> None:
+    found = reach(memory, *[f"memory.{key}" for key in keys], layers=layers)
+    assert found.tokens == found.formula == expected
+
+
+def test_a_mix_with_a_carried_state_is_unbounded() -> None:
+    for part in ("{name: tokens}", "{name: associative, layers: [1]}"):
+        memory = config_of("mix", f"memory.parts=[{{name: cache, mem_len: 5}}, {part}]").memory
+        assert memory.reach(config_of("none").model, segment_len=8) == math.inf
+
+
 def test_what_has_no_formula_is_measured() -> None:
-    found = reach("knn", "memory.mem_len=16", "memory.top_k=2")
-    assert (found.tokens, found.formula) == (16, None)
-    for keys in (["memory.layers=[1]"], ["model.same_length=true"]):
-        found = reach("cache", "memory.mem_len=8", *keys)
-        assert found.formula is None and 0 < found.tokens <= 16
+    for memory, *keys in (
+        ["cache", "memory.mem_len=8", "model.same_length=true"],
+        ["cache", "memory.mem_len=8", "memory.reuse_len=4"],
+        ["compressive", "memory.mem_len=8", "memory.compressed_len=4", "memory.function=most_used"],
+        ["expire", "memory.mem_len=8", "memory.max_span=8", "memory.ramp=2"],
+        ["mix", "memory.parts=[{name: cache, mem_len: 5}, {name: window, window: 4}]"],
+    ):
+        found = reach(memory, *keys)
+        assert found.formula is None and 0 < found.tokens <= 48
 
 
 @pytest.mark.parametrize(("formula", "segments"), [(None, 20), (math.inf, 20), (0, 20), (159, 21), (800, 101)])

@@ -62,11 +62,22 @@ class MemoryConfig(Section):
         """Tokens before a segment that its first token can depend on; infinite: unbounded; None: no formula known."""
         if self.reset == "segment":
             return 0
-        return math.inf if self.unbounded else None
+        spans = self.layer_spans(model, segment_len=segment_len)
+        return None if spans is None else reach_of(spans, segment_len=segment_len)
+
+    def layer_spans(self, model: ModelConfig, *, segment_len: int) -> list[float] | None:
+        """For each layer the age of the oldest token whose layer input can be in its memory when a segment begins.
+
+        0: nothing is; infinite: its age has no bound; None: no formula known. Layers see all of their own segment.
+        """
+        return [math.inf] * model.n_layer if self.unbounded else None
 
     @property
     def reaches_back(self) -> bool:
-        """Whether layers read slots that have a distance (any memory with `mem_len`, unless it says otherwise)."""
+        """Whether layers read slots that have a distance (any memory with `mem_len`, unless it says otherwise).
+
+        Known before anything is built; `check_memory` compares it with `MemoryStrategy.max_age` (law 2).
+        """
         return getattr(self, "mem_len", 0) > 0
 
     @property
@@ -76,8 +87,26 @@ class MemoryConfig(Section):
 
     @property
     def carries(self) -> bool:
-        """Whether the graph may cross from one segment to the next (as the key `gradient` says, if there is one)."""
+        """Whether the graph may cross from one segment to the next (as the key `gradient` says, if there is one).
+
+        Known before anything is built; `check_memory` compares it with `gradient` of what is built (law 8).
+        """
         return getattr(self, "gradient", "stop") == "carry"
+
+
+def reach_of(spans: Sequence[float], *, segment_len: int) -> float:
+    """Tokens before a segment that its first token can depend on, from each layer's span.
+
+    What stands in memory at age a was read in the segment that began ceil(a / T) T tokens back, and had seen all that
+    the layers below had seen there. In the first layer it is the token itself.
+    """
+    reach: float = 0
+    for index, span in enumerate(spans):
+        if span == math.inf:
+            return math.inf
+        if span:
+            reach = span if index == 0 else reach + -(-span // segment_len) * segment_len
+    return reach
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +131,17 @@ class LayerMemoryConfig(MemoryConfig):
 
     def check_fit(self, model: ModelConfig, *, segment_len: int) -> None:
         self.layer_indices(model.n_layer)
+
+    def span(self, model: ModelConfig, *, segment_len: int) -> float | None:
+        """What `layer_spans` says of each layer that has this memory."""
+        return math.inf if self.unbounded else None
+
+    def layer_spans(self, model: ModelConfig, *, segment_len: int) -> list[float] | None:
+        span = self.span(model, segment_len=segment_len)
+        if span is None:
+            return None
+        chosen = self.layer_indices(model.n_layer)
+        return [span if index in chosen else 0 for index in range(model.n_layer)]
 
     def layer_indices(self, n_layer: int) -> list[int]:
         """The layers this memory is in, of a model of n_layer layers."""

@@ -70,13 +70,9 @@ class CacheConfig(LayerMemoryConfig):
             rule = f"must be < data.segment_len={segment_len}, else every token enters"
             raise self.refuse("reuse_len", rule, "lower it, or set it to null for all tokens")
 
-    def reach(self, model: ModelConfig, *, segment_len: int) -> float | None:
-        """(L - 1) ceil(M / T) T + M: a slot holds what its layer read, and its segment had read all it could."""
-        if self.mem_len == 0 or self.reset == "segment":
-            return 0
-        if self.layers != "all" or self.reuse_len or model.same_length:
-            return None
-        return (model.n_layer - 1) * -(-self.mem_len // segment_len) * segment_len + self.mem_len
+    def span(self, model: ModelConfig, *, segment_len: int) -> float | None:
+        """M; so the reach is (L - 1) ceil(M / T) T + M with memory in all L layers."""
+        return None if self.mem_len and (self.reuse_len or model.same_length) else self.mem_len
 
 
 class Cache(MemoryStrategy):

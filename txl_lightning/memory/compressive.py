@@ -94,6 +94,14 @@ class CompressiveConfig(LayerMemoryConfig):
             rule = "would hide the compressed rows, which are further away than memory.mem_len"
             raise model.refuse("same_length", rule, "set it to false, or use memory=cache")
 
+    def span(self, model: ModelConfig, *, segment_len: int) -> float | None:
+        """M + c C; dilated taps reach three rows further back where those left memory together. most_used: unknown."""
+        if self.function == "most_used":
+            return None
+        seen = self.mem_len + self.rate * self.compressed_len
+        older = -self.rate * self.compressed_len % segment_len  # rows that left with the oldest one, before it
+        return seen + (min(3, older) if self.function == "dilated" else 0)
+
 
 class Compressive(MemoryStrategy):
     """Memory and compressed memory of one layer.

@@ -55,6 +55,11 @@ class ExpireConfig(LayerMemoryConfig):
     loss_weight: float = key(1e-5, "price of a token of span of each memory that is fading", minimum=0)
     shorten: bool = key(False, "in training every lane sees memory only up to a random age, drawn for each segment")
 
+    def span(self, model: ModelConfig, *, segment_len: int) -> float | None:
+        """M, where spans can be so long that even the last token of a segment sees the oldest memory."""
+        farthest = self.mem_len + segment_len - 1
+        return None if model.same_length or farthest >= self.max_span + self.ramp else self.mem_len
+
 
 class Expire(MemoryStrategy):
     """The last `mem_len` tokens with learned spans, per layer.

@@ -67,6 +67,10 @@ class KnnConfig(UpperLayerMemoryConfig):
             rule = "limits distances, and what this memory finds has none"
             raise model.refuse("same_length", rule, "set it to false, or use memory=cache")
 
+    def span(self, model: ModelConfig, *, segment_len: int) -> float:
+        """N: any entry may be among the nearest."""
+        return self.mem_len
+
     def check(self) -> None:
         super().check()
         if self.mem_len and self.top_k > self.mem_len:

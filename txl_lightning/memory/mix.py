@@ -5,6 +5,7 @@ In a layer with several parts their slots stand side by side in one softmax, in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,14 @@ class MixConfig(MemoryConfig):
     def configs(self) -> list[MemoryConfig]:
         """The typed configuration of each part."""
         return [build_named("memory", part, path=_place(i)) for i, part in enumerate(self.parts)]
+
+    def layer_spans(self, model: ModelConfig, *, segment_len: int) -> list[float] | None:
+        """Of each layer the largest of its parts."""
+        parts = [part.layer_spans(model, segment_len=segment_len) for part in self.configs()]
+        if any(math.inf in spans for spans in parts if spans):
+            return [math.inf] * model.n_layer
+        known = [spans for spans in parts if spans is not None]
+        return [max(spans) for spans in zip(*known, strict=True)] if len(known) == len(parts) else None
 
     @property
     def reaches_back(self) -> bool:

@@ -14,8 +14,8 @@ class NoneConfig(MemoryConfig):
 
     name: str = key("none", "no memory")
 
-    def reach(self, model: ModelConfig, *, segment_len: int) -> float:
-        return 0
+    def layer_spans(self, model: ModelConfig, *, segment_len: int) -> list[float]:
+        return [0] * model.n_layer
 
 
 @register("none", config=NoneConfig)
