@@ -70,11 +70,12 @@ class Plain:
 
     def heads_of(self, layer: int, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key, value (H, K) of a layer input."""
+        weight, heads = self.weights[f"layers.{layer}.attention.qkv.weight"], (3, self.config.n_head, -1)
+        raw = (weight @ row).view(heads)
         if self.config.pre_norm:
             row = self._norm(f"layers.{layer}.attention_norm", row)
-        joined = self.weights[f"layers.{layer}.attention.qkv.weight"] @ row
-        q, k, v = joined.view(3, self.config.n_head, self.config.d_head)
-        return q, k, v
+        q, k, v = (weight @ row).view(heads)
+        return q if self.config.norm_queries else raw[0], k, v
 
     def weigh(self, layer: int, row: Tensor, seen: list[Seen]) -> Tensor:
         """(H, N) attention weights of a query."""

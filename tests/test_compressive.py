@@ -12,7 +12,6 @@ from torch import Tensor
 
 from txl_lightning.config import ConfigError, ModelConfig, load
 from txl_lightning.memory.compressive import Compressive, CompressiveConfig
-from txl_lightning.testing import check_memory
 from txl_lightning.types import Segment
 
 SIZES: dict[str, Any] = {"mem_len": 8, "compressed_len": 5, "rate": 2}
@@ -218,10 +217,10 @@ def losses_by_slot(plain: Plain, tokens_N: Tensor, function: str, loss: str) -> 
 
 
 @pytest.mark.parametrize(("function", "loss"), list(product(["conv", "dilated"], ["attention", "autoencoding"])))
-@pytest.mark.parametrize("pre_norm", [False, True], ids=["post-norm", "pre-norm"])
-def test_the_losses_and_whom_they_train(function: str, loss: str, pre_norm: bool) -> None:
+@pytest.mark.parametrize("norm", [{}, {"pre_norm": True}, {"pre_norm": True, "norm_queries": False}], ids=str)
+def test_the_losses_and_whom_they_train(function: str, loss: str, norm: dict[str, bool]) -> None:
     keys = {"loss": loss, "loss_weight": 2.0}
-    model = make(config(function, **keys), segment_len=4, pre_norm=pre_norm, dropout=0.0).train()
+    model = make(config(function, **keys), segment_len=4, dropout=0.0, **norm).train()
     tokens = text(24)
     state, told = model.init_state(1), []
     for start in range(0, 20, 4):
@@ -290,33 +289,7 @@ def test_a_short_segment_loses_the_remainder_only() -> None:
     assert one["layers.0.compressive.compressed_filled"].tolist() == [0]
 
 
-# ---- laws and refusals
-
-QUICK = [
-    {"function": "conv", "loss": "attention", "positions": "time"},
-    {"function": "most_used", "loss": "attention", "mixed": True, "model": {"pre_norm": True}},
-]
-SLOW = [
-    *(
-        {"function": f, "loss": loss, "positions": p}
-        for f, loss, p in product(FUNCTIONS, ("attention", "autoencoding"), ("slot", "time"))
-    ),
-    *({"function": f, "loss": "none"} for f in ("mean", "max", "most_used")),
-    {"function": "conv", "loss": "attention", "dtype": torch.bfloat16},
-    {"function": "dilated", "loss": "autoencoding", "mixed": True, "model": {"pre_norm": True, "checkpointing": True}},
-    {"function": "conv", "loss": "attention", "segment_len": 8, "rate": 4, "batch_size": 5},
-    {"function": "conv", "loss": "attention", "model": {"position": "rotary", "n_kv_head": 1, "norm": "rmsnorm"}},
-    {"function": "mean", "loss": "none", "segment_len": 7, "rate": 7, "mem_len": 8},
-    {"function": "most_used", "loss": "none", "layers": (1,), "dtype": torch.float64},
-]
-
-
-@pytest.mark.parametrize("keys", [*QUICK, *(pytest.param(keys, marks=pytest.mark.slow) for keys in SLOW)], ids=str)
-def test_compressive_memories_keep_the_laws(keys: dict[str, Any]) -> None:
-    laws = [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12]
-    check_memory(
-        "compressive", **{"mem_len": 12, "compressed_len": 5, "rate": 3, "compiled": False, "laws": laws, **keys}
-    )
+# ---- refusals
 
 
 @pytest.mark.parametrize(

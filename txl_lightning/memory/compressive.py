@@ -129,6 +129,7 @@ class Compressive(MemoryStrategy):
         if by_time:  # most_used may choose the oldest rows of every segment, and a segment is no longer than memory
             self.max_age = 2 * config.mem_len + config.compressed_len * config.rate
         self.needs_usage = config.function == "most_used"
+        self.norm_queries = model.norm_queries
         self.compressor = make_compressor(config.function, rate=config.rate, width=model.d_model)
         self.decoder = None
         if config.loss == "autoencoding":
@@ -271,7 +272,7 @@ class Compressive(MemoryStrategy):
     def _error(self, evicted: Tensor, fresh: Tensor, tap: Tap, layer: LayerHandle) -> Tensor:
         if self.decoder is not None:
             return evicted - self._over_time(self.decoder, fresh)
-        h = tap.h_BTD.detach()
+        h = (tap.h_BTD if self.norm_queries else tap.x_BTD).detach()
         return layer.frozen_attention(h, evicted) - layer.frozen_attention(h, fresh)
 
     @staticmethod
