@@ -11,11 +11,11 @@ from by_hand import MODEL, STORY, fresh, moved, random_tap, started, written
 from torch import Tensor
 
 from txl_lightning import registry
-from txl_lightning.config import Config, ConfigError, DataConfig, load
+from txl_lightning.config import Config, ConfigError, DataConfig, ModelConfig, load
 from txl_lightning.memory import associative_tokens
 from txl_lightning.memory.associative_tokens import AssociativeTokens, AssociativeTokensConfig, dpfp
 from txl_lightning.model.transformer import TransformerXL
-from txl_lightning.testing import LAWS, check_memory
+from txl_lightning.testing import check_memory
 from txl_lightning.types import Segment, State
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # the memory is float32
@@ -179,30 +179,18 @@ def test_writing_is_learned_from_later_segments() -> None:
         assert sum(grad is not None and bool(grad.any()) for grad in found) == reached
 
 
+def test_the_first_rows_are_as_large_as_embeddings() -> None:
+    torch.manual_seed(0)
+    plan = associative_tokens.build(AssociativeTokensConfig(n_tokens=300), ModelConfig(d_model=64, init_std=0.05))
+    assert plan.tokens is not None
+    assert plan.tokens.rows.std().item() == pytest.approx(0.05 * 8, rel=0.05)
+
+
 def test_products_that_repeat_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         load(["memory=associative_tokens", "memory.nu=16"])
     said = "memory.nu=16: must be < memory.d_mem=16: from there on products are 0 or repeat; lower it, or raise"
     assert str(caught.value).startswith(said)
-
-
-QUICK: dict[str, Any] = {"laws": [1, 3, 4, 5, 6, 9, 11], "compiled": False, "d_mem": 4, "n_tokens": 2}
-CASES: dict[str, dict[str, Any]] = {
-    "pre-norm, checkpointing": {"model": {"pre_norm": True, "checkpointing": True}, "nu": 2},
-    "bfloat16-mixed, one layer": {"mixed": True, "layers": (0,), "model": {"position": "rotary"}},
-    "no correction, eight tokens, five lanes": {
-        "correction": False,
-        "together": True,
-        "normalise": False,
-        "segment_len": 8,
-        "batch_size": 5,
-    },
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_laws_hold(case: str) -> None:
-    check_memory("associative_tokens", **{**QUICK, **CASES[case]})
 
 
 @pytest.mark.parametrize(
@@ -211,20 +199,3 @@ def test_the_laws_hold(case: str) -> None:
 def test_the_laws_hold_beside_another_memory(beside: dict[str, Any]) -> None:
     parts = [{"name": "associative_tokens", "d_mem": 4, "n_tokens": 2}, beside]
     check_memory("mix", parts=parts, laws=[1, 3, 5, 6, 9, 11], compiled=False)
-
-
-WHERE: list[dict[str, Any]] = [
-    {"mixed": True, "segment_len": 8},
-    {"dtype": torch.float64, "segment_len": 7},
-    {"dtype": torch.bfloat16, "segment_len": 8},
-    {"segment_len": 2},
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("correction", [True, False])
-@pytest.mark.parametrize("normalise", [True, False])
-@pytest.mark.parametrize("where", WHERE)
-def test_the_laws_hold_for_every_option(correction: bool, normalise: bool, where: dict[str, Any]) -> None:
-    keys = {"correction": correction, "normalise": normalise, "d_mem": 4, "n_tokens": 2, **where}
-    check_memory("associative_tokens", laws=[law for law in LAWS if law != 8], compiled=False, **keys)

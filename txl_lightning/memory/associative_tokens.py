@@ -88,15 +88,16 @@ class SuffixTokens(TokenMemory):
     Args:
         n_tokens: N.
         d_model: D.
+        std: deviation of their first values.
     """
 
     gradient = "stop"
     token_by_token = True
 
-    def __init__(self, *, n_tokens: int, d_model: int) -> None:
+    def __init__(self, *, n_tokens: int, d_model: int, std: float) -> None:
         super().__init__()
         self.n_suffix = n_tokens
-        self.rows = nn.Parameter(torch.randn(n_tokens, d_model))
+        self.rows = nn.Parameter(std * torch.randn(n_tokens, d_model))
 
     def init_state(self, batch: int, *, form: str, device: torch.device, dtype: torch.dtype) -> State:
         return {}
@@ -203,5 +204,6 @@ def build(config: AssociativeTokensConfig, model: ModelConfig) -> MemoryPlan:
             d_model=model.d_model,
         )
 
-    tokens = SuffixTokens(n_tokens=config.n_tokens, d_model=model.d_model)
+    std = model.init_std * model.d_model**0.5  # as large as embeddings are
+    tokens = SuffixTokens(n_tokens=config.n_tokens, d_model=model.d_model, std=std)
     return MemoryPlan(layers=plan_per_layer(config, model, make).layers, tokens=tokens)
