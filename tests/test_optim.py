@@ -242,6 +242,12 @@ def test_lists_of_optimizers_agree() -> None:
         ("model.layers.0.memories.infini.gate", (2, 1), False),
         ("layers.1.memories.block_recurrent.start", (4, 8), False),
         ("layers.1.memories.titans.persistent", (4, 8), False),
+        ("layers.1.memories.titans.convs.q.taps", (4, 8), False),
+        ("layers.1.memories.titans.rates.theta.weight", (1, 8), False),
+        ("layers.1.memories.titans.query.weight", (8, 8), True),
+        ("layers.1.memories.associative_tokens.rate.weight", (1, 8), False),
+        ("layers.1.memories.expire.span.weight", (1, 8), False),
+        ("layers.1.memories.compressive.compressor.weight", (8, 8, 2), True),
     ],
 )
 def test_who_is_decayed(name: str, shape: tuple[int, ...], decayed: bool) -> None:

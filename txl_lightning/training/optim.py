@@ -51,18 +51,24 @@ KINDS = {
     "adabelief": Kind(MORE, "AdaBelief", 2, ("betas", "eps")),
 }
 
-UNDECAYED = ("u", "v", "rows", "row_bias", "start", "persistent")
+UNDECAYED = ("u", "v", "rows", "row_bias", "start", "persistent", "taps")
 """Last part of the names of matrices that are no linear maps: biases of the score, learned positions, tokens, slots and
-start states."""
+start states, and convolutions that keep features apart."""
+
+RATES = ("rate", "rates", "span")
+"""Modules whose output is one number per token that says how much is written, kept or seen: gates with one row of
+weights."""
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether `optim.weight_decay` acts on a parameter: on matrices, but never on gates and `UNDECAYED`.
+    """Whether `optim.weight_decay` acts on a parameter: on matrices, but never on gates, `RATES` and `UNDECAYED`.
 
     Norms and biases are vectors.
     """
-    last = name.rpartition(".")[2]
-    return parameter.dim() >= 2 and last not in UNDECAYED and "gate" not in last and "bias" not in last
+    *modules, last = name.split(".")
+    if parameter.dim() < 2 or last in UNDECAYED or not set(RATES).isdisjoint(modules):
+        return False
+    return "gate" not in last and "bias" not in last
 
 
 def check_optimizer(config: OptimConfig) -> type[torch.optim.Optimizer]:
