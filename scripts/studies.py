@@ -32,7 +32,7 @@ SEEDS = (1, 2, 3)
 SEGMENT, SHORT = 64, 32  # tokens, of the second and the first study
 KINDS = ("transformer_xl", "shaw", "rotary", "absolute")
 MEMORIES = (0, 32, 64, 128)  # at evaluation
-SMALLER = ["model.n_layer=3", "model.d_model=96", "model.n_head=3", "model.d_inner=384", "model.max_distance=160"]
+SMALLER = ["model.n_layer=3", "model.d_model=96", "model.n_head=3", "model.d_inner=384"]
 BUCKETS = ((0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32), (32, 64))  # positions in the segment
 COMMON = ["callbacks=none", "logger=none", "trainer.accelerator=cpu", "trainer.precision=32-true", "eval.batch_size=64"]
 
@@ -62,7 +62,9 @@ def study_positions(steps: int) -> None:
         for kind, mem_len in runs:
             name = f"{kind}-{mem_len}-{seed}"
             if name not in results.found:
-                config, _ = train(name, *sizes, f"model.position={kind}", f"memory.mem_len={mem_len}", f"seed={seed}")
+                rows = ["model.max_distance=160"] if kind == "shaw" else []
+                keys = [f"model.position={kind}", *rows, f"memory.mem_len={mem_len}", f"seed={seed}"]
+                config, _ = train(name, *sizes, *keys)
                 lengths = MEMORIES if POSITIONS[kind] else (0,)
                 path = str(FOLDER / "runs" / name)
                 results.add(name, {str(m): bits(config, path, mem_len=m) for m in lengths})

@@ -96,6 +96,26 @@ WRONG_TYPES = [
     ("fit model='small", "model='small: cannot be read: "),
 ]
 
+IDLE_KEYS = [
+    (
+        "fit model.max_distance=9",
+        "model.max_distance=9: model.position=transformer_xl has no learned rows; leave it out",
+    ),
+    (
+        "fit model.same_length_rule=mem_len+1",
+        "model.same_length_rule=mem_len+1: model.same_length is false; leave it out",
+    ),
+    ("fit model.cluster_order=reversed", "model.cluster_order=reversed: model.cutoffs=[] makes no clusters; leave it"),
+    (
+        "fit model.cutoffs=[9] model.proj_same_dim=false",
+        "model.proj_same_dim=false: model.div_val=1 makes all clusters equally wide; leave it out",
+    ),
+    ("fit optim=sgd optim.betas=[0.8,0.9]", "optim.betas=[0.8,0.9]: optim=sgd has none; leave it out"),
+    ("fit optim=lion optim.eps=1e-6", "optim.eps=1e-6: optim=lion does not read it; leave it out"),
+    ("fit optim.patience=2", "optim.patience=2: optim.schedule=cosine does not read it; leave it out"),
+    ("fit optim.lr_factor=0.2", "optim.lr_factor=0.2: optim.schedule=cosine does not read it; leave it out"),
+]
+
 IMPOSSIBLE_VALUES = [
     ("fit model.n_layer=0", "model.n_layer=0: must be >= 1; choose a value >= 1: number of layers\n"),
     ("fit model.d_model=7", "model.d_model=7: must be even"),
@@ -315,7 +335,7 @@ FORMS = [
     ("generate ckpt=CKPT", "prompt=: is missing; give prompt=TEXT, prompt=- for standard input, or prompt_file=PATH"),
 ]
 
-CASES = MISSPELT_KEYS + MISSPELT_OPTIONS + WRONG_TYPES + IMPOSSIBLE_VALUES + CONTRADICTIONS + UNREAD + FORMS
+CASES = MISSPELT_KEYS + MISSPELT_OPTIONS + WRONG_TYPES + IDLE_KEYS + IMPOSSIBLE_VALUES + CONTRADICTIONS + UNREAD + FORMS
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,59 @@ def check_plugged(typed: Sequence[Typed], outline: Mapping[str, Any]) -> None:
             raise item.refuse(f"{item.head}={name} has no such key", cure)
         known = [key for key in plugged_keys() if key.startswith(f"{item.head}.")]
         raise item.refuse("no such key", suggest(item.key, known))
+
+
+def _reads_no_averages(values: Mapping[str, Any]) -> bool:
+    return values["optim"]["name"] in ("sgd", "adagrad", "rmsprop", "adafactor")
+
+
+IDLE: dict[str, tuple[Callable[[Mapping[str, Any]], Any], str, str]] = {
+    "model.max_distance": (
+        lambda values: values["model"]["position"] not in ("shaw", "absolute_per_layer"),
+        "model.position={model[position]} has no learned rows",
+        "leave it out, or set model.position to shaw or absolute_per_layer",
+    ),
+    "model.same_length_rule": (
+        lambda values: not values["model"]["same_length"],
+        "model.same_length is false",
+        "leave it out, or set model.same_length=true",
+    ),
+    "model.cluster_order": (
+        lambda values: not values["model"]["cutoffs"],
+        "model.cutoffs=[] makes no clusters",
+        "leave it out, or set model.cutoffs",
+    ),
+    "model.proj_same_dim": (
+        lambda values: values["model"]["div_val"] == 1,
+        "model.div_val=1 makes all clusters equally wide",
+        "leave it out, or set model.div_val",
+    ),
+    "optim.betas": (_reads_no_averages, "optim={optim[name]} has none", "leave it out, or choose optim=adamw"),
+    "optim.eps": (
+        lambda values: values["optim"]["name"] in ("sgd", "adafactor", "lion"),
+        "optim={optim[name]} does not read it",
+        "leave it out, or choose optim=adamw",
+    ),
+    "optim.lr_factor": (
+        lambda values: values["optim"]["schedule"] != "plateau",
+        "optim.schedule={optim[schedule]} does not read it",
+        "leave it out, or set optim.schedule=plateau",
+    ),
+    "optim.patience": (
+        lambda values: values["optim"]["schedule"] != "plateau",
+        "optim.schedule={optim[schedule]} does not read it",
+        "leave it out, or set optim.schedule=plateau",
+    ),
+}
+"""Keys that have no effect under certain others: when that is so, the rule and the cure."""
+
+
+def check_idle(typed: Sequence[Typed], values: Mapping[str, Any]) -> None:
+    """Refuse a typed key that the rest of the configuration leaves without effect. In a file it may stand."""
+    for item in typed:
+        is_idle, rule, cure = IDLE.get(item.key, (None, "", ""))
+        if is_idle is not None and is_idle(values):
+            raise item.refuse(rule.format_map(values), cure)
 
 
 def _cure_in_parts(item: Typed, typed: Sequence[Typed], outline: Mapping[str, Any]) -> str | None:

@@ -32,6 +32,7 @@ from yaml import YAMLError
 from txl_lightning.choices import (
     CONFIG_PACKAGE,
     check_config_dir,
+    check_idle,
     check_plugged,
     check_values,
     names_to_options,
@@ -86,6 +87,7 @@ def compose_job(
             outline = _load(free, config_dir=config_dir, stored=stored)
             check_plugged(typed, _drop_leftovers(free, outline, config_dir=config_dir, stored=stored))
         values = _load(typed, config_dir=config_dir, stored=stored)
+        check_idle(typed, values)
         return _drop_leftovers(typed, values, config_dir=config_dir, stored=stored)
 
 
