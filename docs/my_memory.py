@@ -39,7 +39,7 @@ class RunningMean(MemoryStrategy):
     """State, float32, for each of B lanes: total (B, D), the weighted sum of layer inputs; weight (B,), of weights."""
 
     ages = "any"  # our one slot is a summary, not the token right before the segment
-    max_age = 1  # the age we give it; 0 would say that there are no slots
+    max_age = 0  # it has no position; the largest age of slots that have one would stand here
 
     def __init__(self, *, half_life: float, d_model: int) -> None:
         super().__init__()

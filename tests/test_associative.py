@@ -11,7 +11,6 @@ from plain_layers import Plain, Seen, make, read_in_segments, text
 from torch import Tensor
 
 from txl_lightning.memory.associative import AssociativeConfig
-from txl_lightning.testing import check_memory
 from txl_lightning.types import Segment
 
 RULES = ("linear", "delta")
@@ -130,19 +129,3 @@ def test_what_was_written_learns_from_the_next_segment_if_the_graph_is_carried(g
         assert grad.abs().sum() > 0
     assert set(second.metrics) == {"associative/gate/L0", "associative/update/L0"}
     assert 0 < second.metrics["associative/update/L0"] < 1
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"rule": "delta"},
-        {"gradient": "stop", "layers": (1,), "segment_len": 2, "batch_size": 5},
-        pytest.param({"rule": "delta", "mixed": True, "model": {"pre_norm": True}}, marks=pytest.mark.slow),
-        pytest.param({"dtype": torch.bfloat16, "model": {"checkpointing": True}}, marks=pytest.mark.slow),
-        pytest.param({"segment_len": 8, "model": {"n_kv_head": 1, "position": "rotary"}}, marks=pytest.mark.slow),
-        pytest.param({"rule": "delta", "dtype": torch.float64, "segment_len": 7}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_the_matrix_keeps_the_laws(keys: dict[str, Any]) -> None:
-    check_memory("associative", laws=[1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12], compiled=False, **keys)

@@ -16,7 +16,6 @@ from txl_lightning.config import Config, ConfigError, DataConfig, ModelConfig, l
 from txl_lightning.memory import block_recurrent
 from txl_lightning.memory.block_recurrent import BlockRecurrent, BlockRecurrentConfig, FixedGate, LstmGate
 from txl_lightning.model.transformer import TransformerXL
-from txl_lightning.testing import LAWS, check_memory
 from txl_lightning.types import Segment, Tap
 
 GROUPED = dataclasses.replace(MODEL, n_kv_head=1)
@@ -245,37 +244,3 @@ def test_what_cannot_work_is_refused(keys: list[str], said: str) -> None:
         load(["memory=block_recurrent", *keys])
     assert str(caught.value).startswith(said)
     load(["memory=block_recurrent", "memory.window=0", "model.position=absolute"])
-
-
-QUICK: dict[str, Any] = {
-    "laws": [1, 3, 4, 5, 6, 9, 11],
-    "compiled": False,
-    "n_states": 3,
-    "block_len": 4,
-    "window": 9,
-}
-CASES: dict[str, dict[str, Any]] = {
-    "lstm, pre-norm, checkpointing": {"gate": "lstm", "model": {"pre_norm": True, "checkpointing": True}},
-    "feed-forward, bfloat16-mixed": {"feed_forward": True, "mixed": True, "model": {"n_kv_head": 2, "qk_norm": True}},
-    "stop, eight tokens, five lanes": {"gradient": "stop", "segment_len": 8, "batch_size": 5, "layers": "all"},
-    "no window, seven tokens": {"window": 0, "segment_len": 7, "model": {"position": "absolute"}},
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_laws_hold(case: str) -> None:
-    check_memory("block_recurrent", **{**QUICK, **CASES[case]})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gate", ["fixed", "lstm"])
-@pytest.mark.parametrize("feed_forward", [True, False])
-@pytest.mark.parametrize("gradient", ["stop", "carry"])
-@pytest.mark.parametrize("window", [0, 5])
-@pytest.mark.parametrize("where", [{"mixed": True}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}, {}])
-def test_the_laws_hold_for_every_option(
-    gate: str, feed_forward: bool, gradient: str, window: int, where: dict[str, Any]
-) -> None:
-    keys = {"gate": gate, "feed_forward": feed_forward, "gradient": gradient, "window": window, **where}
-    laws = [law for law in LAWS if law != 8 or not where]
-    check_memory("block_recurrent", laws=laws, compiled=False, n_states=3, block_len=4, segment_len=7, **keys)

@@ -11,7 +11,6 @@ from plain_layers import Plain, Seen, make, read_in_segments, text
 from torch import Tensor
 
 from txl_lightning.memory.expire import ExpireConfig
-from txl_lightning.testing import check_memory
 from txl_lightning.types import Segment
 
 KEYS = {"mem_len": 9, "max_span": 12.0, "ramp": 4.0, "loss_weight": 0.5}
@@ -116,20 +115,3 @@ def test_spans_are_shortened_in_training_only() -> None:
             nearest = distance[cut[lane, 0]].min() if cut[lane].any() else 99
             assert bool((bias[lane, 0][distance >= nearest] < -1e29).all())
     assert len({bias.sum().item() for bias in biases}) > 10
-
-
-BOTH = {"both_losses": ("span.weight", "span.bias"), **KEYS, "mem_len": 12}
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"model": {"checkpointing": True}, "shorten": True},
-        pytest.param({"mixed": True, "model": {"pre_norm": True}}, marks=pytest.mark.slow),
-        pytest.param({"segment_len": 8, "batch_size": 5, "dtype": torch.float64}, marks=pytest.mark.slow),
-        pytest.param({"mem_len": 3, "model": {"position": "rotary", "n_kv_head": 1}}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_expiring_memories_keep_the_laws(keys: dict[str, Any]) -> None:
-    check_memory("expire", laws=[1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12], compiled=False, **{**BOTH, **keys})

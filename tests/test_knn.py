@@ -14,7 +14,6 @@ from torch import Tensor
 from txl_lightning.config import ConfigError, ModelConfig, load
 from txl_lightning.memory import knn
 from txl_lightning.memory.knn import Knn, KnnConfig
-from txl_lightning.testing import LAWS, check_memory
 from txl_lightning.types import Segment
 
 GROUPED = dataclasses.replace(MODEL, n_kv_head=1)
@@ -183,34 +182,3 @@ def test_what_cannot_work_is_refused(keys: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(["memory=knn", "model.n_layer=4", *keys])
     assert str(caught.value) == said
-
-
-QUICK: dict[str, Any] = {"laws": [1, 3, 4, 5, 6, 9, 11], "compiled": False, "mem_len": 10, "top_k": 3}
-CASES: dict[str, dict[str, Any]] = {
-    "raw scores, pre-norm, checkpointing": {"normalise": False, "model": {"pre_norm": True, "checkpointing": True}},
-    "bfloat16-mixed, grouped heads": {"mixed": True, "model": {"n_kv_head": 2, "position": "rotary"}},
-    "eight tokens, five lanes, all layers": {"segment_len": 8, "batch_size": 5, "layers": "all"},
-    "no position, longer than the memory": {"segment_len": 7, "mem_len": 4, "model": {"position": "absolute"}},
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_laws_hold(case: str) -> None:
-    check_memory("knn", **{**QUICK, **CASES[case]})
-
-
-WHERE: list[dict[str, Any]] = [
-    {"mixed": True, "segment_len": 8},
-    {"dtype": torch.float64, "segment_len": 7},
-    {"dtype": torch.bfloat16, "segment_len": 8},
-    {"segment_len": 2},
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("normalise", [True, False])
-@pytest.mark.parametrize("mem_len", [3, 17])
-@pytest.mark.parametrize("where", WHERE)
-def test_the_laws_hold_for_every_option(normalise: bool, mem_len: int, where: dict[str, Any]) -> None:
-    keys = {"normalise": normalise, "mem_len": mem_len, "top_k": 3, **where}
-    check_memory("knn", laws=[law for law in LAWS if law != 8], compiled=False, **keys)

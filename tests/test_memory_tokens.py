@@ -98,27 +98,6 @@ def test_pre_norm_memory_does_not_grow() -> None:
     assert sizes == pytest.approx([1.0] * 12, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"gradient": "stop", "model": {"pre_norm": True}, "mixed": True},
-        pytest.param({"n_tokens": 1, "segment_len": 2, "batch_size": 5}, marks=pytest.mark.slow),
-        pytest.param(
-            {"n_tokens": 3, "dtype": torch.float64, "model": {"position": "absolute"}}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {"n_tokens": 3, "dtype": torch.bfloat16, "model": {"checkpointing": True}}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {"n_tokens": 2, "segment_len": 8, "model": {"position": "rotary", "n_kv_head": 1}}, marks=pytest.mark.slow
-        ),
-    ],
-    ids=str,
-)
-def test_memory_tokens_keep_the_laws(keys: dict[str, Any]) -> None:
-    check_memory("tokens", laws=[1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12], compiled=False, **keys)
-
-
 @pytest.mark.parametrize("read_slots", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_tokens_beside_a_cache_keep_the_laws(read_slots: bool) -> None:
     parts = [{"name": "cache", "mem_len": 7}, {"name": "tokens", "n_tokens": 2, "read_slots": read_slots}]

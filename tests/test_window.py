@@ -113,35 +113,6 @@ def test_the_limit_is_for_real_tokens_only() -> None:
     assert seen == ["x....", "xx...", "xxx..", "x.xx.", "xxxxx"]
 
 
-LAWS: dict[str, dict[str, Any]] = {
-    "shorter than a segment": {"window": 4},
-    "of two": {"window": 2},
-    "sinks": {"window": 8, "sinks": 3},
-    "sinks, one layer": {"window": 6, "sinks": 1, "layers": (1,)},
-    "sinks, bfloat16-mixed, pre-norm": {"window": 8, "sinks": 3, "mixed": True, "model": {"pre_norm": True}},
-    "sinks, rotary, grouped heads": {
-        "window": 8,
-        "sinks": 3,
-        "model": {"position": "rotary", "n_kv_head": 2, "checkpointing": True},
-    },
-    "eight tokens, five lanes": {"window": 8, "sinks": 2, "segment_len": 8, "batch_size": 5},
-    "reference": {"window": 7, "sinks": 2, "model": {"attention": "reference", "untie_r": True}},
-}
-
-
-QUICK = ("shorter than a segment", "sinks, rotary, grouped heads")
-
-
-@pytest.mark.parametrize("variant", [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in LAWS])
-def test_the_window_keeps_the_laws(variant: str) -> None:
-    check_memory("window", laws=[1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12], compiled=False, **LAWS[variant])
-
-
-@pytest.mark.slow
-def test_a_window_in_the_compiler_with_sinks() -> None:
-    assert check_memory("window", window=8, sinks=2, laws=[2])[2].note.endswith("one graph over 5 training steps")
-
-
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         WindowConfig(window=6, sinks=1).check_fit(ModelConfig(), segment_len=8)

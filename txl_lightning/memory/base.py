@@ -33,7 +33,8 @@ class LayerHandle(Protocol):
         """(B, T, H K): content attention of h over m, no positions, no mask, the layer's weights cut out of the graph.
 
         Args:
-            h_BTD: what queries are made from, as in `Tap.h_BTD`; its own graph is kept.
+            h_BTD: what queries are made from: `Tap.h_BTD`, under `model.norm_queries=false` `Tap.x_BTD`; its own graph
+                is kept.
             m_BSD: un-normalised layer inputs, as in `Tap.x_BTD`; normalised here under pre-norm; its graph is kept.
         """
 
@@ -49,7 +50,8 @@ class MemoryStrategy(nn.Module):
             `MemoryConfig.carries` of its configuration must be true (it is with the key gradient=carry).
         ages: "contiguous": slot j of S has age S - j, so the plain relative shift applies; "any": look ages up.
         own_limit: the largest distance at which the layer's tokens see others of their own segment; None: any.
-        max_age: the largest age one of its slots can have (sizes the distance table); 0: it offers no slots.
+        max_age: the largest age one of its slots can have (sizes the distance table); 0: it offers no slots, or none
+            that has a position.
         needs_usage: `Tap.usage_BS` is wanted (rules out attention that never forms its weights).
         inner_resets: can serve documents that start inside a segment.
         token_by_token: reading one token after the other is the same as reading the segment at once: `slots` looks at

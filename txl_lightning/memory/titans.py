@@ -31,9 +31,10 @@ Norms, first weights and the biases of the rates are ours.
 
 The paper's theta is a sigmoid alone. Ours lets the gradient of one token move the memory by `lr` at most, however long
 momentum carries it. Tokens of a chunk that are alike add up, and nothing but this keeps the outer loss from steps that
-overshoot: without it a trial ended in inf after 68 segments. A linear memory is safe below lr = 1 / chunk_len. A
-perceptron has no such bound (a trial of mac with depth 2 ended in inf within 240 segments at the default lr): lower lr
-with depth. Strong forgetting also takes all its matrices to 0, where none of them has a gradient any more.
+overshoot: without it a trial ended in inf after 68 segments. A linear memory is safe below lr = 1 / chunk_len. The
+error of a perceptron is no quadratic form of its weights, so no lr is safe (a trial of mac with depth 2 ended in inf
+within 240 segments): there g_t is shortened to length 1, matrix by matrix, which the paper does not say. Then no token
+moves a matrix further than lr. Strong forgetting also takes all its matrices to 0, where none has a gradient any more.
 
 State, all float32 but the tails; W_l the matrices of M, D x D for depth 1, else D x eD, eD x eD ..., eD x D:
     memory<l>, momentum<l> (B, ...) as W_l;  tail (B, conv - 1, D): the last inputs of the stream that is asked;
@@ -102,11 +103,6 @@ class TitansConfig(LayerMemoryConfig):
         choices=("carry", "stop"),
     )
 
-    @property
-    def reaches_back(self) -> bool:
-        """Whether it offers slots."""
-        return self.persistent > 0 or self.variant == "mac"
-
     def check_fit(self, model: ModelConfig, *, segment_len: int) -> None:
         super().check_fit(model, segment_len=segment_len)
         if self.gradient == "carry":
@@ -150,7 +146,6 @@ class Titans(MemoryStrategy):
     """
 
     ages = "any"
-    max_age = 1  # its slots have no position
     convolved = "qkv"
 
     def __init__(self, config: TitansConfig, model: ModelConfig) -> None:
@@ -373,6 +368,8 @@ def learn(weights: Weights, lesson: Lesson) -> tuple[Weights, Tensor]:
     with full_precision(lesson.k_BTD.device):
         inputs, deltas = gradients(weights.memory, lesson)
         error = deltas[-1].square().sum(dim=-1) / 4
+        if len(weights.memory) > 1:
+            deltas = [delta * _shortening(x, delta) for x, delta in zip(inputs, deltas, strict=True)]
         end = chunk_end(lesson, momentum=bool(weights.momentum))
         memory, momentum = [], []
         for i, (matrix, x, delta) in enumerate(zip(weights.memory, inputs, deltas, strict=True)):
@@ -396,6 +393,12 @@ def gradients(memory: Sequence[Tensor], lesson: Lesson) -> tuple[list[Tensor], l
         gate = z.sigmoid()
         deltas.append(deltas[-1] @ matrix.mT * gate * (1 + z * (1 - gate)))
     return inputs[:-1], deltas[::-1]
+
+
+def _shortening(x_BTI: Tensor, delta_BTO: Tensor) -> Tensor:
+    """(B, T, 1) what makes the gradient x delta^T of each token no longer than 1."""
+    length = x_BTI.norm(dim=-1, keepdim=True) * delta_BTO.norm(dim=-1, keepdim=True)
+    return 1 / length.clamp(min=1)
 
 
 class ChunkEnd(NamedTuple):

@@ -57,6 +57,7 @@ def check_memory(
     batch_size: int = 4,
     warm_segments: int = 8,
     bptt_segments: int = 2,
+    long_run: int = 200,
     compiled: bool = True,
     model: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
@@ -76,9 +77,11 @@ def check_memory(
         longer: keys of the longer memory of law 12; by default twice the `mem_len`, if it has one.
         both_losses: endings of names of parameters that the language model's loss and an auxiliary loss may both
             train (law 9).
-        segment_len, batch_size: T and B of the tiny model; at least 3 lanes, so that one can be dead and one short.
+        segment_len, batch_size: T and B of the tiny model. With 5 lanes one is full, one short by a token, one dead,
+            one of a single token and one of half the length at once; fewer lanes are so in turn.
         warm_segments: segments read before a law looks; the memory must be in full use after them.
         bptt_segments: segments whose graph a "carry" strategy keeps in law 8.
+        long_run: segments law 8 trains on; below 30 it does not look whether memory piles up.
         compiled: count the compiler's graphs too (law 2; a few seconds).
         model: keys of the tiny model's configuration, e.g. {"pre_norm": True}.
         dtype: of parameters and state; law 11 always runs in float64.
@@ -94,8 +97,8 @@ def check_memory(
         LawBroken: the first law that is broken, unless `collect`.
         ConfigError: the strategy's keys are wrong, or do not fit the tiny model.
     """
-    if batch_size < 3 or segment_len < 2:
-        raise ValueError(f"batch_size={batch_size}, segment_len={segment_len}: need at least 3 lanes and 2 tokens")
+    if batch_size < 1 or segment_len < 1:
+        raise ValueError(f"batch_size={batch_size}, segment_len={segment_len}: need at least one lane and one token")
     model_config = dataclasses.replace(MODEL, **(model or {}))
     build, config = _resolve(memory, config, keys)
     bench = Bench(
@@ -114,6 +117,7 @@ def check_memory(
         mixed=mixed,
         device=torch.device(device),
         seed=seed,
+        long_run=long_run,
     )
     for each in (bench.config, bench.longer):
         if isinstance(each, MemoryConfig):

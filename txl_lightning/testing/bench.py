@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class Bench:
     mixed: bool
     device: torch.device
     seed: int
+    long_run: int = 200  # segments of law 8
+    warm: dict[Any, State] = field(default_factory=dict, compare=False)  # warm states by how they were made
 
     @property
     def tolerance(self) -> float:
@@ -109,19 +111,28 @@ class Bench:
         )
 
     def mixed_segments(self, n_segment: int) -> list[Segment]:
-        """All lanes start; then each lane is now short, now dead, now starts anew, and mostly full."""
+        """All lanes start; then each lane is now short (by one token, or of one), now dead, now starts anew."""
         facts = [self.segment(reset=True)]
         for i in range(1, n_segment):
             lane, full = i % self.batch_size, [self.segment_len] * self.batch_size
             if i % 3 == 1:
-                full[lane] = max(1, self.segment_len - i)
+                full[lane] = 1 if i % 2 == 0 else max(1, self.segment_len - 1)
             if i % 3 == 2:
                 full[lane] = 0
             facts.append(self.segment(reset=[lane] if i % 3 == 0 else False, length=full))
         return facts
 
     def warm_state(self, model: TransformerXL, *, form: str = "hidden", variant: int = 0) -> State:
-        """The state after `warm_segments`; the first lanes started later than the last, so their fills differ."""
+        """The state after `warm_segments`; the first lanes started later than the last, so their fills differ.
+
+        Read once for each kind of model and kept for the laws that follow; the caller gets tensors of its own.
+        """
+        made_by = (form, variant, model.training, model.config, self.dtype)
+        if made_by not in self.warm:
+            self.warm[made_by] = self._read_warm(model, form=form, variant=variant)
+        return {key: tensor.clone() for key, tensor in self.warm[made_by].items()}
+
+    def _read_warm(self, model: TransformerXL, *, form: str, variant: int) -> State:
         state = model.init_state(self.batch_size, form=form)
         with torch.no_grad():
             for i, (tokens, targets) in enumerate(self.stream(self.warm_segments, variant=variant)):
@@ -131,10 +142,15 @@ class Bench:
                 ).state
         return state
 
-    def ragged(self) -> list[int]:
-        """A length for each lane: full, short, dead, and over again."""
-        lengths = (self.segment_len, max(1, self.segment_len // 2), 0)
-        return [lengths[lane % 3] for lane in range(self.batch_size)]
+    def ragged(self, *, turn: int = 0) -> list[int]:
+        """A length for each lane, of the five there are: full, one token less, none, one token, half.
+
+        Args:
+            turn: the first lane's place in that list.
+        """
+        size = self.segment_len
+        lengths = (size, max(1, size - 1), 0, 1, max(1, size // 2))
+        return [lengths[(lane + turn) % 5] for lane in range(self.batch_size)]
 
     def gradients(
         self,
@@ -244,7 +260,8 @@ def _check_slots(title: str, part: MemoryStrategy, slots: Slots) -> None:
     if (slots.hidden is None) == (slots.keys_values is None):
         raise LawBroken(2, f"{title} must set exactly one of hidden and keys_values")
     n_slot = slots.age.shape[1]
-    youngest, oldest = int(slots.age.min()), int(slots.age.max())
+    placed = slots.age if slots.positioned is None else slots.age[:, slots.positioned]
+    youngest, oldest = (int(placed.min()), int(placed.max())) if placed.numel() else (1, 0)
     if youngest < 1 or oldest > part.max_age:
         raise LawBroken(2, f"{title}: ages go from {youngest} to {oldest}, allowed are 1 to max_age={part.max_age}")
     falling = torch.arange(n_slot, 0, -1, device=slots.age.device).expand_as(slots.age)

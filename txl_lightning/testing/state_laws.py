@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from txl_lightning.config import MemoryConfig
+from txl_lightning.memory.base import MemoryStrategy
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.testing.bench import Bench, lanes_of, run
-from txl_lightning.testing.verdict import LawBroken, demand_equal
+from txl_lightning.testing.verdict import DoesNotApply, LawBroken, demand_equal
 from txl_lightning.types import Segment, State, detach
 
 
@@ -43,6 +45,7 @@ def pure(bench: Bench) -> str:
 def static(bench: Bench) -> str:
     """Law 2: shapes, dtypes and names never change; the compiler sees one graph."""
     count = bench.warm_segments
+    _demand_declared(bench)
     for form in ("hidden", "projected"):
         model = bench.make()
         state = first = model.init_state(bench.batch_size, form=form)
@@ -61,20 +64,23 @@ def static(bench: Bench) -> str:
 
 def independent(bench: Bench) -> str:
     """Law 3: a lane sees itself only."""
+    if bench.batch_size == 1:
+        raise DoesNotApply("there is one lane only")
     model = bench.make()
     state, other = bench.warm_state(model), bench.warm_state(model, variant=1)
     batch, strange = bench.stream(1, variant=2)[0], bench.stream(1, variant=3)[0]
     segment = bench.segment(reset=[bench.batch_size - 1], length=bench.ragged())
-    base = run(model, state, batch, segment)
     lanes = list(range(bench.batch_size))
+    ours = {key: torch.cat([tensor, other[key]]) for key, tensor in state.items()}, _joined(batch, strange)
+    own = lanes * len(lanes)
+    swapped = [i + bench.batch_size * (i == lane) for lane in lanes for i in lanes]  # one lane from the other text
+    both = Segment(*(torch.cat([fact, fact]) for fact in segment[:2]))
+    all_own, all_swapped = (run(model, *_pick(picked, *ours, both)) for picked in (own, swapped))
+    base = run(model, state, batch, segment)
     for lane in lanes:
-        rest = [i for i in lanes if i != lane]
-        swap = [i + bench.batch_size * (i == lane) for i in lanes]  # this lane from the other text
-        both = {key: torch.cat([tensor, other[key]])[swap] for key, tensor in state.items()}
-        tokens, targets = (torch.cat([ours, theirs])[swap] for ours, theirs in zip(batch, strange, strict=True))
-        found = run(model, both, (tokens, targets), segment)
+        rest = [lane * len(lanes) + i for i in lanes if i != lane]
         what = f"other tokens and memory in lane {lane} changed another lane"
-        demand_equal(3, what, lanes_of(found, rest), lanes_of(base, rest))
+        demand_equal(3, what, lanes_of(all_swapped, rest), lanes_of(all_own, rest))
         found = run(model, *_pick([lane], state, batch, segment))
         what = f"lane {lane} alone against the same lane among {bench.batch_size}"
         demand_equal(3, what, lanes_of(found, [0]), lanes_of(base, [lane]), tolerance=bench.tolerance)
@@ -87,19 +93,21 @@ def independent(bench: Bench) -> str:
 def reset(bench: Bench) -> str:
     """Law 4: a lane that starts anew is a fresh lane, and no other lane notices; learned start values get gradient."""
     lanes = list(range(bench.batch_size))
-    batch = bench.stream(1, variant=2)[0]
+    size = len(lanes) ** 2  # all lanes side by side, once for the reset of each
+    tokens, targets = (rows.repeat(len(lanes), 1) for rows in bench.stream(1, variant=2)[0])
     for form in ("hidden", "projected"):
         model = bench.make()
-        fresh_state = model.init_state(bench.batch_size, form=form)
+        fresh_state = model.init_state(size, form=form)
         if form == "hidden":
             _demand_known_starts(model, fresh_state)
-        state = bench.warm_state(model, form=form)
-        fresh, kept = run(model, fresh_state, batch, bench.segment()), run(model, state, batch, bench.segment())
+        state = {key: torch.cat([rows] * len(lanes)) for key, rows in bench.warm_state(model, form=form).items()}
+        fresh, kept = (run(model, s, (tokens, targets), bench.segment(lanes=size)) for s in (fresh_state, state))
+        again = [lane * len(lanes) + lane for lane in lanes]
+        found = run(model, state, (tokens, targets), bench.segment(reset=again, lanes=size))
         for lane in lanes:
-            found = run(model, state, batch, bench.segment(reset=[lane]))
-            rest = [i for i in lanes if i != lane]
+            rest = [lane * len(lanes) + i for i in lanes if i != lane]
             what = f"lane {lane} after its reset against a fresh lane ({form} form)"
-            demand_equal(4, what, lanes_of(found, [lane]), lanes_of(fresh, [lane]))
+            demand_equal(4, what, lanes_of(found, [again[lane]]), lanes_of(fresh, [again[lane]]))
             what = f"the reset of lane {lane} changed another lane"
             demand_equal(4, what, lanes_of(found, rest), lanes_of(kept, rest))
     return f"every lane reset in turn, both forms; {_learned_starts(bench)}"
@@ -107,19 +115,34 @@ def reset(bench: Bench) -> str:
 
 def unmoved(bench: Bench) -> str:
     """Law 5: a lane without tokens keeps its state bit for bit; what stands in the padding matters to nobody."""
+    turns = [bench.ragged(turn=turn) for turn in range(0, 5, min(5, bench.batch_size))]  # each length in some lane
+    turns = [lengths for i, lengths in enumerate(turns) if lengths not in turns[:i]]
     for form in ("hidden", "projected"):
         model = bench.make()
         state = bench.warm_state(model, form=form)
-        lengths = bench.ragged()
-        dead = [lane for lane, length in enumerate(lengths) if length == 0]
-        batch = bench.stream(1, variant=2)[0]
-        for again in (False, True):  # a lane without tokens that is said to start anew does not move either
-            found = run(model, state, batch, bench.segment(reset=again, length=lengths))
-            after = {key: found[f"state {key}"][dead] for key in state}
-            what = f"the state of a lane of length 0 ({form} form, reset={again})"
-            demand_equal(5, what, after, {key: tensor[dead] for key, tensor in state.items()})
+        for lengths in turns:
+            _demand_still(bench, model, state, lengths=lengths, form=form)
     model.train()
-    state = bench.warm_state(model)
+    for lengths in turns:
+        if min(lengths) < bench.segment_len:
+            _demand_deaf(bench, model, bench.warm_state(model), lengths=lengths)
+    seen = sorted({length for lengths in turns for length in lengths}, reverse=True)
+    return f"lanes of length {', '.join(map(str, seen))}; state, losses, gradients, and the segment after it"
+
+
+def _demand_still(bench: Bench, model: TransformerXL, state: State, *, lengths: list[int], form: str) -> None:
+    """The lanes without tokens keep their state, those that are said to start anew among them."""
+    dead = [lane for lane, length in enumerate(lengths) if length == 0]
+    batch = bench.stream(1, variant=2)[0]
+    for again in (False, True) if dead else ():
+        found = run(model, state, batch, bench.segment(reset=again, length=lengths))
+        after = {key: found[f"state {key}"][dead] for key in state}
+        what = f"the state of a lane of length 0 ({form} form, reset={again})"
+        demand_equal(5, what, after, {key: tensor[dead] for key, tensor in state.items()})
+
+
+def _demand_deaf(bench: Bench, model: TransformerXL, state: State, *, lengths: list[int]) -> None:
+    """Other tokens in the padding change nothing, and all is finite."""
     segments = [bench.segment(length=lengths), bench.segment()]
     (tokens, targets), after_that = bench.stream(2, variant=2)
     real = segments[0].mask(bench.segment_len)
@@ -129,7 +152,6 @@ def unmoved(bench: Bench) -> str:
     infinite = [name for name, tensor in ours.items() if not tensor.isfinite().all()]
     if infinite:
         raise LawBroken(5, f"not finite with short and dead lanes: {', '.join(infinite)}")
-    return f"lanes of length {', '.join(map(str, lengths))}; state, losses, gradients, and the segment after it"
 
 
 def saved(bench: Bench) -> str:
@@ -185,6 +207,16 @@ def _attributes(model: TransformerXL) -> dict[str, tuple[Any, int]]:
     return found
 
 
+def _demand_declared(bench: Bench) -> None:
+    """What the configuration says before anything is built (`reaches_back`) is so."""
+    if not isinstance(bench.config, MemoryConfig):
+        return
+    ages = {path: part.max_age for path, part in bench.make().memory_parts() if isinstance(part, MemoryStrategy)}
+    if bench.config.reaches_back != any(ages.values()):
+        said = f"{type(bench.config).__name__}.reaches_back is {bench.config.reaches_back}"
+        raise LawBroken(2, f"{said}, but max_age is {', '.join(f'{age} in {path}' for path, age in ages.items())}")
+
+
 def _demand_lanes_first(state: State, more: State, *, lanes: int) -> None:
     for key, tensor in more.items():
         if tensor.shape != (lanes, *state[key].shape[1:]):
@@ -222,6 +254,11 @@ def _one_graph(bench: Bench) -> str:
     if counter.frame_count != 1:
         raise LawBroken(2, f"{counter.frame_count} graphs compiled over 5 segments")
     return "one graph over 5 training steps"
+
+
+def _joined(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Two batches as one."""
+    return torch.cat([ours[0], theirs[0]]), torch.cat([ours[1], theirs[1]])
 
 
 def _pick(
