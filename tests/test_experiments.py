@@ -35,6 +35,9 @@ PARAMETERS = {
     "lm1b_large": 841_295_982,
     "nvidia_wt103_base": 191_950_298,
     "nvidia_wt103_large": 285_167_482,
+    "compressive_enwik8": 277_231_820,
+    "compressive_wt103": 285_170_506,
+    "compressive_pg19": 523_867_392,
 }
 EXPERIMENTS = option_files("experiment")
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "experiment"
@@ -141,7 +144,24 @@ def test_the_yaml_names_the_test_lengths_that_reproduce_prints(name: str) -> Non
         section, _, key = dotted.partition(".")
         assert key in values[section]
         values[section][key] = yaml.safe_load(value)
-    assert Config.from_dict(values).model.same_length is bool(PUBLISHED[name].test)  # they go together
+    tested = Config.from_dict(values)
+    lengths = PUBLISHED[name].test and tested.memory.name == "cache"
+    assert tested.model.same_length is bool(lengths)  # they go together
+
+
+def test_the_compressive_experiments_are_the_papers() -> None:
+    sizes = {"enwik8": (24, 768, 1152, 3, 4_000), "wt103": (18, 512, 512, 4, 16_000), "pg19": (36, 512, 512, 2, 16_000)}
+    for name, (n_layer, length, compressed, rate, warmup) in sizes.items():
+        config = experiment(f"compressive_{name}")
+        memory: Any = config.memory
+        assert (config.model.n_layer, config.data.segment_len) == (n_layer, length)
+        assert (memory.mem_len, memory.compressed_len, memory.rate) == (length, compressed, rate)
+        assert (memory.function, memory.loss) == ("conv", "attention")
+        optim, trainer = config.optim, config.trainer
+        assert (optim.name, optim.lr, optim.lr_start, optim.lr_min, optim.clip) == ("adam", 3e-4, 1e-6, 1e-6, 0.1)
+        assert trainer.max_steps - optim.warmup_steps == (100_000 if name == "enwik8" else 500_000)
+        assert optim.warmup_steps == warmup
+        assert [trainer.segments_of_step(step) for step in (59_999, 60_000)] == [1, 4]
 
 
 def test_every_experiment_but_our_own_has_its_published_result() -> None:
@@ -149,7 +169,7 @@ def test_every_experiment_but_our_own_has_its_published_result() -> None:
     assert set(EXPERIMENTS) >= {*PUBLISHED, "modern_base", "default"}
 
 
-@pytest.mark.parametrize("name", ["enwik8_large", "wt103_base", "lm1b_base"])
+@pytest.mark.parametrize("name", ["enwik8_large", "wt103_base", "lm1b_base", "compressive_wt103"])
 def test_printed_commands_are_accepted(name: str, tmp_path: Path) -> None:
     """Up to the files of the benchmark, which are not here."""
     prepare, fit, evaluate = (shlex.split(line)[1:] for line in reproduce.commands(name))

@@ -37,6 +37,12 @@ def test_constant_stays_after_the_warm_up() -> None:
     assert rates(6, lr=4.0, warmup_steps=4, schedule="constant") == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
 
 
+def test_the_warm_up_rises_from_its_start() -> None:
+    assert rates(5, lr=4.0, lr_start=2.0, warmup_steps=4, schedule="constant") == [2.5, 3.0, 3.5, 4.0, 4.0]
+    seen = rates(13, lr=1.0, lr_start=0.5, lr_min=0.1, warmup_steps=4, max_steps=12)
+    assert seen[:5] == [0.625, 0.75, 0.875, 1.0, 1.0] and seen[12] == pytest.approx(0.1)
+
+
 def test_cosine_begins_behind_the_warm_up_and_ends_at_its_floor() -> None:
     seen = rates(13, lr=1.0, lr_min=0.1, warmup_steps=4, schedule="cosine", max_steps=12)
     assert seen[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
@@ -155,6 +161,8 @@ def test_a_plateau_in_a_trainer_that_never_validates_is_refused(tmp_path: Path) 
     [
         ({"schedule": "constant", "lr_min": 1e-5}, r"optim\.lr_min=.*: optim\.schedule=constant never falls"),
         ({"name": "adam", "momentum": 0.9}, r"optim\.momentum=0\.9: optim=adam has none"),
+        ({"lr_start": 1e-6}, r"optim\.lr_start=1e-06: there is no warm-up to begin with it; set optim\.warmup_steps"),
+        ({"lr": 1e-4, "lr_start": 1e-3, "warmup_steps": 9}, r"optim\.lr_start=0\.001: must be <= optim\.lr"),
         ({"lr": 1e-4, "lr_min": 1e-3}, r"optim\.lr_min=0\.001: must be <= optim\.lr"),
         ({"ema": 1.0}, r"optim\.ema=1\.0: must be <="),
     ],

@@ -217,6 +217,7 @@ class OptimConfig(Section):
         0.0, "decay of matrices; never of biases, norms, gates, u and v and learned positions", minimum=0
     )
     warmup_steps: int = key(0, "optimizer steps of linear warm-up", minimum=0)
+    lr_start: float = key(0.0, "rate that the warm-up rises from; its first step is one rung above it", minimum=0)
     schedule: str = key(
         "cosine",
         "after the warm-up: fall to lr_min along a cosine, fall with 1/sqrt(step), fall by lr_factor whenever val/loss "
@@ -245,6 +246,10 @@ class OptimConfig(Section):
             raise self.refuse("lr_min", "optim.schedule=constant never falls", "set it to 0")
         if len(self.betas) != 2:
             raise self.refuse("betas", "must be two numbers", "for example optim.betas=[0.9,0.999]")
+        if self.lr_start and not self.warmup_steps:
+            raise self.refuse("lr_start", "there is no warm-up to begin with it", "set optim.warmup_steps too")
+        if self.lr_start > self.lr:
+            raise self.refuse("lr_start", f"must be <= optim.lr={self.lr}", "lower it or raise optim.lr")
         if self.lr_min > self.lr:
             raise self.refuse("lr_min", f"must be <= optim.lr={self.lr}", "lower it or raise optim.lr")
 

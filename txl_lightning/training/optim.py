@@ -102,8 +102,9 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConf
 def lr_factor(step: int, *, config: OptimConfig, max_steps: int) -> float:
     """Learning rate of update number `step` (from 0) as a fraction of `optim.lr`, plateau's own falls left out.
 
-    The first of w warm-up updates runs at 1/w, the last at the full rate. Then the cosine spans the remaining updates
-    and would reach `lr_min` right after the last; inverse_sqrt falls as sqrt(w / n) at the n-th update.
+    Of w warm-up updates the first runs 1/w of the way up from `lr_start`, the last at the full rate. Then the cosine
+    spans the remaining updates and would reach `lr_min` right after the last; inverse_sqrt falls as sqrt(w / n) at the
+    n-th update.
 
     The published codes differ from it and from each other. The authors' PyTorch code sets the warm-up rate only after
     an update, so its first update runs at the full rate, and it does not shift its cosine: the rate jumps down at the
@@ -112,7 +113,8 @@ def lr_factor(step: int, *, config: OptimConfig, max_steps: int) -> float:
     with lr / sqrt(w) for `optim.lr`.
     """
     if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
+        start = config.lr_start / config.lr
+        return start + (1 - start) * (step + 1) / config.warmup_steps
     floor = config.lr_min / config.lr
     if config.schedule == "inverse_sqrt":
         return max(floor, math.sqrt(max(1, config.warmup_steps) / (step + 1)))
