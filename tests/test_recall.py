@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.tiny import write_corpus
 from txl_lightning.build import check_resets
 from txl_lightning.commands.fit import check as check_fit
 from txl_lightning.config import ConfigError, Options, build_named, load
@@ -100,6 +102,34 @@ def test_lanes_begin_with_episodes() -> None:
 def test_memory_can_start_anew_with_each_episode() -> None:
     config = load(["data=recall", "data.segment_len=16", "memory=associative", "memory.reset=document"])
     check_resets(config, Recall(config.data).vocab)  # type: ignore[arg-type]
+
+
+def test_where_episodes_begin_with_segments_tokens_start_anew_with_them() -> None:
+    """Memory tokens cannot start anew inside a segment; here they need not, and no segment has document numbers."""
+    typed = ["experiment=recall", "memory=tokens", "memory.reset=document", "data.episodes=64", "data.test_episodes=64"]
+    config = load(typed)
+    check_fit(config, Options())
+    resets = [batch.segment.reset.tolist() for batch in TextDataModule(config).train_dataloader()]
+    assert resets == [[segment % 5 == 0] * 32 for segment in range(2 * 5)]
+    torch.manual_seed(0)
+    model, state = TransformerXL(config), {}
+    for batch in TextDataModule(config).train_dataloader():
+        assert batch.segment.document is None
+        fresh = batch.position.segment % 5 == 0
+        out = model(batch.tokens_BT, model.init_state(32) if fresh else state, batch.segment)
+        if fresh:  # as if nothing had been read
+            assert torch.equal(model(batch.tokens_BT, state or out.state, batch.segment).hidden_BTD, out.hidden_BTD)
+        state = out.state
+
+
+@pytest.mark.parametrize("typed", ["eval.segment_len=16", "eval.batch_size=48", "data=text data.path=x"])
+def test_elsewhere_tokens_cannot(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "x")
+    base = ["experiment=recall", "data.episodes=64", "data.test_episodes=64"]
+    base = ["model.vocab_size=257"] if typed.startswith("data=text") else base
+    with pytest.raises(ConfigError, match=r"^memory.reset=document: tokens cannot start anew inside a segment"):
+        check_fit(load([*base, "memory=tokens", "memory.reset=document", *typed.split()]), Options())
 
 
 def test_the_vocabulary_there_and_back() -> None:

@@ -40,10 +40,16 @@ def check_resets(config: Config, vocab: Vocab) -> None:
     with torch.device("meta"):
         plan: MemoryPlan = registry.memories.get(config.memory.name).build(config.memory, config.model)
     unable = {name for name, part in _parts(plan) if not part.inner_resets}
-    if unable:
+    if unable and not _documents_begin_segments(config):
         rule = f"{' and '.join(sorted(unable))} cannot start anew inside a segment"
         cure = "set memory.reset=epoch, or use memory=cache (with memory.cold=absent and no memory.reuse_len)"
         raise config.memory.refuse("reset", rule, cure)
+
+
+def _documents_begin_segments(config: Config) -> bool:
+    """In training and in evaluation."""
+    read = ((config.data.batch_size, config.data.segment_len), (config.eval_batch_size, config.eval_segment_len))
+    return all(config.data.documents_begin_segments(lanes=lanes, segment_len=size) for lanes, size in read)
 
 
 def not_layer_parallel(config: Config) -> str | None:

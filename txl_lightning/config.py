@@ -186,6 +186,10 @@ class DataConfig(Section):
     num_workers: int = key(0, "processes that read ahead; 0: read in the training process", minimum=0)
     cache_dir: str | None = key(None, "where token files are kept; null: the user's cache folder")
 
+    def documents_begin_segments(self, *, lanes: int, segment_len: int) -> bool:
+        """Whether no document begins inside a segment when a split is read in so many lanes and tokens at a time."""
+        return False
+
 
 TORCH_OPTIMIZERS = ("adam", "adamw", "nadam", "radam", "adagrad", "rmsprop", "sgd", "adafactor")
 MORE_OPTIMIZERS = ("lamb", "lion", "adabelief")

@@ -181,6 +181,8 @@ class LaneLoader:
         seed: what order and lengths are drawn from, together with the epoch.
         reset: where memory starts anew: "epoch", "segment" or "document".
         separator: the id that ends a document; with reset "document".
+        inner_documents: with reset "document", whether one may begin inside a segment; False: segments have no document
+            numbers, so that memories which cannot start anew there can be used.
         group: segments handed out together, as a list; 0: one by one. A pass's last group may be smaller.
         rank, world_size: this rank owns lanes [rank * B / world_size, (rank + 1) * B / world_size).
         num_workers: processes that read ahead; 0 reads in this process.
@@ -203,6 +205,7 @@ class LaneLoader:
         seed: int = 0,
         reset: str = "epoch",
         separator: int | None = None,
+        inner_documents: bool = True,
         group: int = 0,
         rank: int = 0,
         world_size: int = 1,
@@ -224,6 +227,7 @@ class LaneLoader:
             seed=seed,
         )
         self.reset, self.separator, self.group = reset, separator, group
+        self.inner_documents = inner_documents
         self.num_workers = num_workers
         self.pin_memory = pin_memory and torch.cuda.is_available()
         per_rank = lanes // world_size
@@ -306,7 +310,8 @@ class LaneLoader:
             ended = wide[:, :-2] == self.separator
             reset_B |= ended[:, 0]
             ended[:, 0] = False
-            document_BT = torch.from_numpy(np.cumsum(ended, axis=1))
+            assert self.inner_documents or not ended.any()
+            document_BT = torch.from_numpy(np.cumsum(ended, axis=1)) if self.inner_documents else None
         batch = Batch(
             tokens_BT=torch.from_numpy(np.where(real, wide[:, 1:-1], 0)),
             targets_BT=torch.from_numpy(np.where(real, wide[:, 2:], 0)),

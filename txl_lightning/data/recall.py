@@ -66,6 +66,10 @@ class RecallConfig(DataConfig):
         """Tokens of an episode."""
         return (self.distance + 1) * self.segment_len
 
+    def documents_begin_segments(self, *, lanes: int, segment_len: int) -> bool:
+        whole_lanes = self.episodes % lanes == 0 == self.test_episodes % lanes
+        return whole_lanes and self.episode_len % segment_len == 0
+
     @property
     def chance(self) -> float:
         """Share of answers that guessing gets right."""

@@ -107,6 +107,7 @@ class TextDataModule(L.LightningDataModule):
             world_size=world,
             reset=self.config.memory.reset,
             separator=document_end(self.data.vocab),
+            inner_documents=not self.config.data.documents_begin_segments(lanes=lanes, segment_len=segment_len),
             num_workers=self.config.data.num_workers,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
             key=key,
