@@ -14,12 +14,14 @@ import pytest
 
 from tests.tiny import MODEL, RUN, write_corpus
 from txl_lightning import cli
+from txl_lightning.checkpoints import load_checkpoint
 from txl_lightning.commands import compare as command
 from txl_lightning.comparison import flops, plot
 from txl_lightning.comparison.plan import SURPLUS, resize, state_bytes
 from txl_lightning.comparison.progress import MatrixProgress
-from txl_lightning.comparison.runs import MEASURED, RUNS, folder_name
+from txl_lightning.comparison.runs import MEASURED, PLAN, RECALL, RUNS, folder_name
 from txl_lightning.config import Config, ConfigError, load
+from txl_lightning.evaluation.retrieval import measure_retrieval
 from txl_lightning.exit_codes import DONE, REFUSED, REQUEUE
 from txl_lightning.jobs import Request
 from txl_lightning.options import CompareOptions
@@ -168,6 +170,48 @@ def test_equal_time(tmp_path: Path, corpus: str) -> None:
     (row,) = rows(tmp_path).values()
     assert 0.3 <= row["mean"]["train_seconds"] < 10
     assert row["mean"]["steps"] > 1
+
+
+def test_recall_beside_the_score(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Asked for after the runs on the text: those stay, and each memory is trained on the task once."""
+    compare(tmp_path, corpus, "none,associative", SHORT)
+    before = {name: path.stat().st_mtime_ns for name, path in measured(tmp_path).items()}
+    assert "chance" not in capsys.readouterr().out
+    compare(tmp_path, corpus, "none,associative", SHORT, recall=2)
+    assert {name: path.stat().st_mtime_ns for name, path in measured(tmp_path).items()} == before
+    assert "recall (chance 12.5%)" in " ".join(capsys.readouterr().out.replace("┃", " ").split())
+    place = tmp_path / "out" / RECALL
+    configs = json.loads((place / PLAN).read_text())["configs"]
+    for label, reach in (("none", 1), ("associative", 5)):
+        found, run = configs[label], rows(tmp_path)[label]["runs"]["1111"]
+        assert found["trainer"]["bptt_segments"] == reach and found["memory"]["reset"] == "document"
+        assert found["model"] == {**rows_config(tmp_path, label)["model"], "vocab_size": 18}
+        config = replace(Config.from_dict(found), run_dir=None)
+        again = measure_retrieval(config, load_checkpoint(str(place / label / "seed_1111"), config))
+        assert (run["recall"], run["nats_per_answer"]) == (again.accuracy, again.answer_loss)
+        assert run["recall_by_chance"] == 1 / 8 and run["steps"] == 3
+    with pytest.raises(
+        ConfigError, match=r"recall: its runs have configs\.none\.trainer\.max_steps=2, and now it is 3"
+    ):
+        compare(tmp_path, corpus, "none,associative", SHORT, recall=3)
+
+
+def rows_config(tmp_path: Path, label: str) -> dict[str, Any]:
+    """The configuration of the runs on the text."""
+    return json.loads((tmp_path / "out" / PLAN).read_text())["configs"][label]
+
+
+@pytest.mark.usefixtures("unplotted")
+def test_on_the_recall_task_itself_its_answers_are_counted(tmp_path: Path, corpus: str) -> None:
+    own = ["data=recall", "model.vocab_size=21", "data.episodes=64", "data.test_episodes=64", SHORT]
+    words = [item for item in typed_keys(corpus, *own) if not item.startswith("data.path")]
+    request = Request(command="compare", typed=tuple(read(word, command="compare") for word in words))
+    options = CompareOptions(memories=("none",), out=str(tmp_path / "out"), seeds=1)
+    with pytest.raises(ConfigError, match="recall=5: data=recall is that task already"):
+        command.check(load_once(*words), replace(options, recall=5), request=request)
+    command.run(load_once(*words), options, request=request)
+    (row,) = rows(tmp_path).values()
+    assert 0 <= row["mean"]["recall"] < 0.5 and row["mean"]["recall_by_chance"] == 1 / 8
 
 
 def with_memory(name: str, **keys: Any) -> Config:

@@ -120,6 +120,12 @@ class CompareOptions(Options):
     )
     seconds: float | None = key(None, "seconds of training per run, validation not counted; budget=time", above=0)
     seeds: int = key(3, "runs of each: with seed, seed + 1, ...", minimum=1)
+    recall: int = key(
+        0,
+        "optimizer steps of a second training of each, on the made-up corpus recall with the same model, memory and "
+        "segments: the table then says what share of its answers is right; 0: none",
+        minimum=0,
+    )
     out: str | None = key(None, "folder for the runs, comparison.json and comparison.png (required)")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,21 @@ from txl_lightning.commands import fit as fit_command
 from txl_lightning.commands.output import bytes_in_words
 from txl_lightning.comparison import flops, table
 from txl_lightning.comparison.plan import Entrant, make_plan
-from txl_lightning.comparison.runs import PLAN, Run, check_folder, folder_name, matrix, plan_facts, run_all
+from txl_lightning.comparison.recall import ANSWERS, on_recall
+from txl_lightning.comparison.runs import (
+    PLAN,
+    RECALL,
+    TEXT,
+    Run,
+    check_folder,
+    folder_name,
+    matrix,
+    plan_facts,
+    recall_facts,
+    run_all,
+)
 from txl_lightning.config import Config, ConfigError
+from txl_lightning.data.recall import RecallConfig
 from txl_lightning.data.store import survey
 from txl_lightning.jobs import Request
 from txl_lightning.options import CompareOptions
@@ -38,6 +52,18 @@ def check(config: Config, options: CompareOptions, *, request: Request) -> None:
             cure = "set optim.schedule=constant or inverse_sqrt"
             raise item.config.optim.refuse("schedule", "has to know its last step, and a time budget does not", cure)
     check_folder(_folder(options), _facts(entrants, options, config))
+    _check_recall(entrants, options, config)
+
+
+def _check_recall(entrants: list[Entrant], options: CompareOptions, config: Config) -> None:
+    if not options.recall:
+        return
+    if isinstance(config.data, RecallConfig):
+        raise options.refuse("recall", "data=recall is that task already, and its table says so", "leave it out")
+    tried = _on_recall(entrants, options)
+    for item in tried:
+        fit_command.check(item.config, options)
+    check_folder(_folder(options) / RECALL, _recall_facts(tried))
 
 
 def _check_names(options: CompareOptions) -> None:
@@ -72,11 +98,16 @@ def run(config: Config, options: CompareOptions, *, request: Request) -> None:
     check_folder(folder, facts)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / PLAN, facts)
+    runs = matrix(entrants, seeds=options.seeds, folder=folder, seconds=options.seconds)
+    if options.recall:
+        tried = _on_recall(entrants, options)
+        (folder / RECALL).mkdir(exist_ok=True)
+        write_json(folder / RECALL / PLAN, _recall_facts(tried))
+        runs += matrix(tried, seeds=options.seeds, folder=folder, task=RECALL)
     for item in entrants:
         chosen = "".join(f", {name}={value}" for name, value in item.chosen.items())
         print(f"{item.label}: {bytes_in_words(item.state_bytes)} of state per lane{chosen}", flush=True)
-    runs = matrix(entrants, seeds=options.seeds, folder=folder)
-    code = run_all(runs, seconds=options.seconds)
+    code = run_all(runs)
     if code:
         done = sum(item.measured() is not None for item in runs)
         print(f"{done} of {len(runs)} runs are finished; the same command goes on from there", file=sys.stderr)
@@ -104,11 +135,36 @@ def _report(rows: list[table.Row], options: CompareOptions, config: Config, fact
 def _rows(entrants: list[Entrant], runs: list[Run]) -> list[table.Row]:
     rows = []
     for item in entrants:
-        found = {run.config.seed: run.measured() or {} for run in runs if run.label == item.label}
-        good = {seed: figures for seed, figures in found.items() if "failed" not in figures}
-        failed = {seed: figures["failed"] for seed, figures in found.items() if "failed" in figures}
-        rows.append(table.Row(entrant=item, flops=flops.count(item.config), runs=good, failed=failed))
+        good, failed = _outcome(runs, item.label, TEXT)
+        recalled, forgot = _outcome(runs, item.label, RECALL)
+        seen = {seed: {**figures, **_answers(recalled.get(seed, {}))} for seed, figures in good.items()}
+        cost = flops.count(item.config)
+        rows.append(table.Row(entrant=item, flops=cost, runs=seen, failed=failed, failed_on_recall=forgot))
     return rows
+
+
+def _outcome(runs: list[Run], label: str, task: str) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+    """Figures of the runs that went well, and what the others failed of, by seed."""
+    mine = (run for run in runs if (run.label, run.task) == (label, task))
+    found = {run.config.seed: run.measured() or {} for run in mine}
+    good = {seed: figures for seed, figures in found.items() if "failed" not in figures}
+    return good, {seed: figures["failed"] for seed, figures in found.items() if "failed" in figures}
+
+
+def _answers(figures: dict[str, Any]) -> dict[str, Any]:
+    """What a run on the recall task adds to the run on the text."""
+    return {name: figures[name] for name in ANSWERS if name in figures}
+
+
+def _on_recall(entrants: list[Entrant], options: CompareOptions) -> list[Entrant]:
+    return [
+        replace(item, config=on_recall(item.config, label=item.label, steps=options.recall), chosen={}, remark="")
+        for item in entrants
+    ]
+
+
+def _recall_facts(tried: list[Entrant]) -> dict[str, Any]:
+    return recall_facts(tried, fingerprint=survey(tried[0].config.data).fingerprint)
 
 
 def _facts(entrants: list[Entrant], options: CompareOptions, config: Config) -> dict[str, Any]:

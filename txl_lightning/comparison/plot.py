@@ -28,9 +28,13 @@ def plot(rows: Sequence[Row], path: Path, *, title: str) -> None:
     figure = Figure(figsize=(13, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    panels = figure.subplots(2, 3).flatten()
+    asked = [row for row in rows if row.values("recall")]
+    panels = figure.subplots(2, 4 if asked else 3).flatten()
     _draw_runs(panels[0], rows, score)
-    for panel, (name, cost) in zip(panels[1:], COSTS.items(), strict=True):
+    if asked:
+        _draw_recall(panels[-2], rows, score)
+        panels[-1].axis("off")
+    for panel, (name, cost) in zip(panels[1:], COSTS.items(), strict=False):
         for index, row in enumerate(rows):
             values = row.values(score)
             deviation = statistics.stdev(values) if len(values) > 1 else 0.0
@@ -49,6 +53,18 @@ def _draw_runs(panel: Any, rows: Sequence[Row], score: str) -> None:
     panel.set_yticks(range(len(rows)), [row.entrant.label for row in rows])
     panel.invert_yaxis()
     panel.set_xlabel(f"test {score.replace('_', ' ')}, each run and the mean")
+    panel.grid(alpha=0.3)
+
+
+def _draw_recall(panel: Any, rows: Sequence[Row], score: str) -> None:
+    """Every run: do recall and quality move together?"""
+    for index, row in enumerate(rows):
+        found = [(run["recall"], run[score]) for run in row.runs.values() if "recall" in run]
+        panel.plot([x for x, _ in found], [y for _, y in found], "o", color=_color(index), alpha=0.6)
+    panel.axvline(next(value for row in rows for value in row.values("recall_by_chance")), color="grey", ls="--")
+    panel.set_xlim(-0.03, 1.03)
+    panel.set_xlabel("recall, each run; dashed: by chance")
+    panel.set_ylabel(f"test {score.replace('_', ' ')}")
     panel.grid(alpha=0.3)
 
 

@@ -19,11 +19,10 @@ class MatrixProgress:
 
     Args:
         total: runs.
-        seconds: that each run trains; None: it trains max_steps.
     """
 
-    def __init__(self, total: int, *, seconds: float | None) -> None:
-        self.total, self.seconds = total, seconds
+    def __init__(self, total: int) -> None:
+        self.total = total
         console = Console(stderr=True)
         self._bars = Progress(
             TextColumn("{task.description}"),
@@ -48,12 +47,12 @@ class MatrixProgress:
         if self.is_terminal:
             self._bars.stop()
 
-    def begin(self, name: str) -> L.Callback:
-        """A run starts; its Trainer is given what this returns."""
+    def begin(self, name: str, *, seconds: float | None) -> L.Callback:
+        """A run starts, of so many seconds of training or (None) max_steps; its Trainer is given what this returns."""
         self._name, self._said = name, time.monotonic()
         self._bars.reset(self._steps, description=name, total=None, figures="")
         self._say("starts")
-        return _Watch(self)
+        return _Watch(self, seconds=seconds)
 
     def finish(self, figures: str) -> None:
         """The run under way is done."""
@@ -81,13 +80,13 @@ class MatrixProgress:
 class _Watch(L.Callback):
     """Tells the progress about every step. Observes and never steers."""
 
-    def __init__(self, progress: MatrixProgress) -> None:
-        self.progress = progress
+    def __init__(self, progress: MatrixProgress, *, seconds: float | None) -> None:
+        self.progress, self.seconds = progress, seconds
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         rate = f"{pl_module.clock.rate():,.0f} tok/s"
-        if self.progress.seconds is not None:
-            self.progress.step(pl_module.clock.seconds, self.progress.seconds, rate)
+        if self.seconds is not None:
+            self.progress.step(pl_module.clock.seconds, self.seconds, rate)
         else:
             self.progress.step(trainer.global_step, trainer.max_steps, rate)
 

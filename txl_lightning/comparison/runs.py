@@ -19,7 +19,9 @@ from txl_lightning.commands.fit import fit
 from txl_lightning.comparison import peak
 from txl_lightning.comparison.plan import Entrant
 from txl_lightning.comparison.progress import MatrixProgress
+from txl_lightning.comparison.recall import count_answers
 from txl_lightning.config import Config, ConfigError
+from txl_lightning.data.recall import RecallConfig
 from txl_lightning.evaluation.cached import evaluate
 from txl_lightning.options import CompareOptions
 from txl_lightning.training.divergence import Diverged
@@ -28,14 +30,24 @@ from txl_lightning.training.stopping import GracefulStop
 from txl_lightning.training.trainer import device_kind
 
 PLAN, RUNS, MEASURED = "plan.json", "runs", "measured.json"
+TEXT, RECALL = "text", "recall"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One place in the matrix; `config` has its seed and folder."""
+    """One place in the matrix.
+
+    Attributes:
+        label: of what is compared.
+        config: with its seed and folder.
+        task: what it is trained on: "text" or "recall".
+        seconds: that it trains; None: trainer.max_steps.
+    """
 
     label: str
     config: Config
+    task: str = TEXT
+    seconds: float | None = None
 
     @property
     def folder(self) -> Path:
@@ -59,14 +71,17 @@ class TimeLimit(L.Callback):
             trainer.should_stop = True
 
 
-def matrix(entrants: Sequence[Entrant], *, seeds: int, folder: Path) -> list[Run]:
-    """Every run, all of one seed before the next."""
+def matrix(
+    entrants: Sequence[Entrant], *, seeds: int, folder: Path, task: str = TEXT, seconds: float | None = None
+) -> list[Run]:
+    """Every run of a task, all of one seed before the next."""
     found = []
     for number in range(seeds):
         for item in entrants:
             seed = item.config.seed + number
-            place = folder / RUNS / folder_name(item.label) / f"seed_{seed}"
-            found.append(Run(label=item.label, config=replace(item.config, seed=seed, run_dir=str(place))))
+            place = folder / (RUNS if task == TEXT else task) / folder_name(item.label) / f"seed_{seed}"
+            config = replace(item.config, seed=seed, run_dir=str(place))
+            found.append(Run(label=item.label, config=config, task=task, seconds=seconds))
     return found
 
 
@@ -85,6 +100,12 @@ def plan_facts(entrants: Sequence[Entrant], options: CompareOptions, *, fingerpr
         "configs": {item.label: item.config.to_dict() for item in entrants},
     }
     return json.loads(json.dumps(facts))
+
+
+def recall_facts(entrants: Sequence[Entrant], *, fingerprint: str) -> dict[str, Any]:
+    """The same of the runs on the recall task, which may be asked for after the others were made."""
+    configs = {item.label: item.config.to_dict() for item in entrants}
+    return json.loads(json.dumps({"data_fingerprint": fingerprint, "configs": configs}))
 
 
 def check_folder(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -111,28 +132,36 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from _flat(item, f"{path}.{name}" if path else str(name))
 
 
-def run_all(runs: Sequence[Run], *, seconds: float | None) -> int:
+def run_all(runs: Sequence[Run]) -> int:
     """Make the runs that are not there yet; the exit code of a signal that ended them early, else 0."""
     missing = [run for run in runs if run.measured() is None]
-    with MatrixProgress(len(runs), seconds=seconds) as progress:
+    with MatrixProgress(len(runs)) as progress:
         progress.skip(len(runs) - len(missing))
         for run in missing:
             stop = GracefulStop()
             shutil.rmtree(run.folder, ignore_errors=True)  # what an interrupted run left
-            figures = measure(run, seconds=seconds, progress=progress, stop=stop)
+            figures = measure(run, progress=progress, stop=stop)
             if stop.received is not None:
                 return stop.exit_code
             run.folder.mkdir(parents=True, exist_ok=True)
             write_json(run.folder / MEASURED, figures)
-            progress.finish(figures.get("failed") or f"test loss {figures['loss']:.4f}")
+            progress.finish(_in_words(figures))
     return 0
 
 
-def measure(run: Run, *, seconds: float | None, progress: MatrixProgress, stop: GracefulStop) -> dict[str, Any]:
+def _in_words(figures: Mapping[str, Any]) -> str:
+    if "failed" in figures:
+        return str(figures["failed"])
+    recalled = f", {figures['recall']:.1%} of the answers right" if "recall" in figures else ""
+    return f"test loss {figures['loss']:.4f}{recalled}"
+
+
+def measure(run: Run, *, progress: MatrixProgress, stop: GracefulStop) -> dict[str, Any]:
     """Train and score one run; {"failed": why} if its loss became infinite."""
     config, kind = run.config, device_kind(run.config)
-    watch = progress.begin(f"{run.label}, seed {config.seed}")
-    limit = [] if seconds is None else [TimeLimit(seconds)]
+    task = "" if run.task == TEXT else f" on {run.task}"
+    watch = progress.begin(f"{run.label}{task}, seed {config.seed}", seconds=run.seconds)
+    limit = [] if run.seconds is None else [TimeLimit(run.seconds)]
     peak.start(kind)
     try:
         with redirect_stdout(io.StringIO()):
@@ -143,9 +172,12 @@ def measure(run: Run, *, seconds: float | None, progress: MatrixProgress, stop: 
     if stop.received is not None:
         return {}
     with stop.listening():
-        found = evaluate(config, load_checkpoint(str(run.folder), config), split="test", callbacks=[watch, stop])
+        model = load_checkpoint(str(run.folder), config)
+        found = evaluate(config, model, split="test", callbacks=[watch, stop])
+        answers = count_answers(config, model.to(kind)) if isinstance(config.data, RecallConfig) else {}
     return {
         **found.scores,
+        **answers,
         "scored_targets": found.n_target,
         "steps": result["steps"],
         "tokens": result["tokens"],

@@ -19,12 +19,16 @@ WIDTH = 200  # characters where there is no terminal
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One of those compared with the figures of its runs, by seed; failed ones are missing."""
+    """One of those compared with the figures of its runs, by seed; failed ones are missing.
+
+    What the run of the same seed on the recall task found is among a run's figures.
+    """
 
     entrant: Entrant
     flops: Flops
     runs: Mapping[int, Mapping[str, Any]]
     failed: Mapping[int, str] = field(default_factory=dict)
+    failed_on_recall: Mapping[int, str] = field(default_factory=dict)
 
     def values(self, name: str) -> list[float]:
         """A figure of every run that has it."""
@@ -37,7 +41,10 @@ class Row:
     def remark(self) -> str:
         """What the budget chose, and what a reader must know."""
         chosen = [f"{name}={value}" for name, value in self.entrant.chosen.items()]
-        failed = [f"{len(self.failed)} of {len(self.failed) + len(self.runs)} runs failed"] if self.failed else []
+        n_run = len(self.failed) + len(self.runs)
+        failed = [f"{len(self.failed)} of {n_run} runs failed"] if self.failed else []
+        if self.failed_on_recall:
+            failed.append(f"{len(self.failed_on_recall)} of {n_run} runs on recall failed")
         return "; ".join([*chosen, *filter(None, [self.entrant.remark]), *failed])
 
 
@@ -56,6 +63,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column(title="test loss", cell=lambda row, _: spread(row.values("loss"), "{:.4f}")),
         Column(title=bits.replace("_", " "), cell=lambda row, _: spread(row.values(bits), "{:.4f}")),
         Column(title="against the first", cell=lambda row, first: spread(row.against(first, bits), "{:+.4f}")),
+        *_recall(rows),
         Column(title="tokens", cell=lambda row, _: spread(row.values("tokens"), "{:,.0f}")),
         Column(title="tokens/s", cell=lambda row, _: spread(row.values("tokens_per_second"), "{:,.0f}")),
         Column(title="peak memory", cell=lambda row, _: _bytes(row.values("peak_bytes"))),
@@ -65,6 +73,15 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column(title="chosen, remarks", cell=lambda row, _: row.remark()),
     ]
     return [Column(title="memory", cell=lambda row, _: row.entrant.label), *figures]
+
+
+def _recall(rows: Sequence[Row]) -> list[Column]:
+    """Right answers on the recall task, where runs have been asked."""
+    chance = [value for row in rows for value in row.values("recall_by_chance")]
+    if not chance:
+        return []
+    title = f"recall (chance {chance[0]:.1%})"
+    return [Column(title=title, cell=lambda row, _: spread(row.values("recall"), "{:.1%}"))]
 
 
 def quality(rows: Sequence[Row]) -> str:
@@ -121,4 +138,5 @@ def _row(row: Row, first: Row) -> dict[str, Any]:
         "loss_against_first": row.against(first, "loss"),
         "runs": {str(seed): dict(run) for seed, run in row.runs.items()},
         "failed": {str(seed): why for seed, why in row.failed.items()},
+        "failed_on_recall": {str(seed): why for seed, why in row.failed_on_recall.items()},
     }
