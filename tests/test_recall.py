@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from tests.tiny import write_corpus
 from txl_lightning.build import check_resets
+from txl_lightning.checkpoints import load_checkpoint
 from txl_lightning.commands.fit import check as check_fit
+from txl_lightning.commands.fit import fit
 from txl_lightning.config import ConfigError, Options, build_named, load
 from txl_lightning.data.recall import Recall, RecallConfig, RecallVocab
 from txl_lightning.data.store import prepare
@@ -206,3 +208,25 @@ def test_an_untrained_model_is_at_chance_and_the_experiment_can_be_trained() -> 
     torch.manual_seed(0)
     found = measure_retrieval(config, TransformerXL(config))
     assert abs(found.accuracy - found.chance) < 0.08 and found.n_answer == 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("memory", "least", "most"),
+    [
+        ("memory=none", 0.0, 0.2),
+        ("memory=cache", 0.9, 1.0),
+        ("memory=knn", 0.9, 1.0),
+        ("memory=associative trainer.bptt_segments=5", 0.9, 1.0),
+        ("memory=tokens memory.n_tokens=2 trainer.bptt_segments=5", 0.9, 1.0),
+    ],
+)
+def test_what_was_shown_four_segments_ago_is_learned(memory: str, least: float, most: float, tmp_path: Path) -> None:
+    """As in docs/benchmarks.md: 64 lanes, 300 steps, memory starts anew with each episode; chance is 1 in 8."""
+    cpu = ["trainer.accelerator=cpu", "trainer.precision=32-true", "callbacks=none", "logger=none"]
+    keys = ["memory.reset=document", "data.batch_size=64", "trainer.max_steps=300", f"run_dir={tmp_path / 'run'}"]
+    config = load(["experiment=recall", *memory.split(), *keys, *cpu])
+    fit(config)
+    found = measure_retrieval(config, load_checkpoint(str(tmp_path / "run"), config))
+    assert found.distance == 4 and found.n_answer == 512
+    assert least <= found.accuracy <= most

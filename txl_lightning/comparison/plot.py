@@ -25,16 +25,16 @@ COSTS: dict[str, Callable[[Row], float]] = {
 def plot(rows: Sequence[Row], path: Path, *, title: str) -> None:
     """Write a PNG: every run's quality, and its mean against each cost with the deviation over runs."""
     rows, score = [row for row in rows if row.runs], quality(rows)
-    figure = Figure(figsize=(13, 7.5), layout="constrained")
+    asked = any(row.values("recall") for row in rows)
+    figure = Figure(figsize=(17 if asked else 13, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    asked = [row for row in rows if row.values("recall")]
     panels = figure.subplots(2, 4 if asked else 3).flatten()
     _draw_runs(panels[0], rows, score)
     if asked:
         _draw_recall(panels[-2], rows, score)
         panels[-1].axis("off")
-    for panel, (name, cost) in zip(panels[1:], COSTS.items(), strict=False):
+    for panel, (name, cost) in zip(panels[1 : 1 + len(COSTS)], COSTS.items(), strict=True):
         for index, row in enumerate(rows):
             values = row.values(score)
             deviation = statistics.stdev(values) if len(values) > 1 else 0.0
