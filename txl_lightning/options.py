@@ -205,6 +205,7 @@ _DEVICES = (
     "strategy",
     "strategy.*",
 )
+_OFFLOAD = ("memory.offload",)
 _BAR = ("callbacks", "callbacks.progress_bar.*")
 _ORDER = ("data.shuffle", "data.segment_len_std")  # of training
 _LANES = ("data.segment_len", "data.batch_size", "data.num_workers", *_ORDER)
@@ -223,13 +224,13 @@ COMMANDS = {
         summary="sample from a checkpoint with the memory carried along",
         options=GenerateOptions,
         read=(*_MODEL, "data.segment_len", "trainer.accelerator", "seed"),
-        unread=_FOR_TRAINING,
+        unread=(*_FOR_TRAINING, *_OFFLOAD),
     ),
     "analyze": Command(
         summary="measure how far back a memory reaches, or what it brings back (retrieval)",
         options=AnalyzeOptions,
         read=("experiment", *_MODEL, *_DATA, "eval.*", "trainer.accelerator", "seed"),
-        unread=("eval.schedule", *(name for name in _FOR_TRAINING if not name.endswith("init_std"))),
+        unread=("eval.schedule", *(name for name in _FOR_TRAINING if not name.endswith("init_std")), *_OFFLOAD),
         needs_ckpt=False,
     ),
     "data": Command(
@@ -248,7 +249,7 @@ COMMANDS = {
         summary="list every memory strategy: keys, paper, state bytes per lane",
         options=StrategiesOptions,
         read=("experiment", *_MODEL),
-        unread=_FOR_TRAINING,
+        unread=(*_FOR_TRAINING, *_OFFLOAD),
     ),
     "reproduce": Command(
         summary="the commands of a published result, its score, and device-hours at a measured speed",
