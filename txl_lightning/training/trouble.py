@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from txl_lightning.checkpoints import FOLDER, LAST
 from txl_lightning.config import Config
 from txl_lightning.training.divergence import Diverged
 
@@ -39,7 +40,8 @@ def explain(error: BaseException, config: Config, *, training: bool) -> str | No
         return str(error)
     if isinstance(error, OSError) and error.errno in (*DISK_FULL, *NO_ACCESS):
         path = Path(os.fsdecode(error.filename or config.run_dir or "a file"))
-        return f"{path} cannot be written: {os.strerror(error.errno)}; {_cure(error.errno, path)}"
+        run = Path(config.run_dir) if training and config.run_dir else None
+        return f"{path} cannot be written: {os.strerror(error.errno)}; {_cure(error.errno, path, run)}"
     if is_out_of_memory(error):
         found = str(error).strip().splitlines()
         said = next((line for line in found if "allocate" in line), found[0] if found else "no memory left")
@@ -88,7 +90,9 @@ def writing(path: Path) -> Iterator[None]:
         cause = _system_error(error)
         if cause is None:
             raise
-        raise NotWritten(f"{path} cannot be written: {os.strerror(cause)}; {_cure(cause, path)}") from error
+        raise NotWritten(
+            f"{path} cannot be written: {os.strerror(cause)}; {_cure(cause, path, _run_of(path))}"
+        ) from error
 
 
 def names_its_file(method: Callable[..., None]) -> Callable[..., None]:
@@ -111,11 +115,14 @@ def _system_error(error: BaseException | None) -> int | None:
     return None
 
 
-def _cure(cause: int, path: Path) -> str:
-    kept = "what was there before is whole"
-    if cause in DISK_FULL:
-        return f"{kept}; make room{_room(path)}, then go on with resume={_run_of(path)}"
-    return f"{kept}; give this user the right to write there, then go on with resume={_run_of(path)}"
+def _cure(cause: int, path: Path, run: Path | None) -> str:
+    """What to do, and how a run goes on then, if it is one."""
+    cure = f"make room{_room(path)}" if cause in DISK_FULL else "give this user the right to write there"
+    if run is None:
+        return cure
+    saved = (run / FOLDER / LAST).exists()
+    again = f"go on with resume={run}" if saved else "give the same command again with resume=auto"
+    return f"what was there before is whole; {cure}, then {again}"
 
 
 def _room(path: Path) -> str:
@@ -127,4 +134,4 @@ def _room(path: Path) -> str:
 
 def _run_of(path: Path) -> Path:
     """The run's folder that a file belongs to: the file stands in it or one folder deeper."""
-    return path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    return path.parent.parent if path.parent.name == FOLDER else path.parent
