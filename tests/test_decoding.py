@@ -114,30 +114,31 @@ def test_a_step_can_be_captured(lanes: int, base: dict[str, Any], monkeypatch: A
     """A recorded step, replayed over three segments and their writes: what it reads stays where it is. A CUDA graph
     replays the same way; it is not made here."""
     monkeypatch.setattr(decoding, "may_look", lambda mask: False)
-    model = built(base)
-    session, other = Session(model, lanes=lanes), Session(model, lanes=lanes)
-    for one in (session, other):
-        one.feed([[1]] * lanes if lanes > 1 else [1])
-    partial = session.partial
-    assert partial is not None
-    active = torch.ones(lanes, dtype=torch.bool)
+    model, active = built(base), torch.ones(lanes, dtype=torch.bool)
+    tokens = torch.randint(257, (3 * T + 1, lanes))
 
-    def step(token_B: torch.Tensor) -> torch.Tensor:
-        return decoding.advance(model, token_B, partial, active_B=active)
+    def read_all(advance: Any) -> list[torch.Tensor]:
+        state = model.init_state(lanes, form="projected")
+        partial, found = model.begin(state, segment_len=T), []
+        for index, token_B in enumerate(tokens):
+            monkeypatch.setattr(decoding, "advance", advance(partial) if index else plain)
+            hidden, state = model.step(token_B, state, partial)
+            found.append(hidden)
+        return found
 
+    def record(partial: decoding.Partial) -> Any:
+        if not recorded:
+            place = partial.place_B.clone()
+            step = make_fx(lambda token_B: plain(model, token_B, partial, active_B=active), _allow_non_fake_inputs=True)
+            recorded.append(step(tokens[0]))  # it ran once, where the next token will stand
+            partial.place_B.copy_(place)
+        return lambda model, token_B, partial, *, active_B: recorded[0](token_B)
+
+    plain, recorded = decoding.advance, []
     with torch.no_grad():
-        place = partial.place_B.clone()
-        recorded = make_fx(step, _allow_non_fake_inputs=True)(torch.zeros(lanes, dtype=torch.int64))
-        partial.place_B.copy_(place)
-    monkeypatch.setattr(decoding, "advance", lambda model, token_B, partial, *, active_B: recorded(token_B))
-    replayed = []
-    for token in range(3 * T):
-        session.feed([[token + lane] for lane in range(lanes)] if lanes > 1 else [token])
-        replayed.append(session.log_probs_BV)
-    monkeypatch.undo()
-    for token, found in enumerate(replayed):
-        other.feed([[token + lane] for lane in range(lanes)] if lanes > 1 else [token])
-        torch.testing.assert_close(found, other.log_probs_BV, atol=1e-9, rtol=1e-9)
+        replayed, expected = read_all(record), read_all(lambda partial: plain)
+    for found, known in zip(replayed, expected, strict=True):
+        torch.testing.assert_close(found, known, atol=1e-9, rtol=1e-9)
 
 
 def test_the_state_given_is_not_changed(base: dict[str, Any]) -> None:
