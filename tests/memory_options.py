@@ -25,12 +25,18 @@ PLACES: dict[str, tuple[Any, ...]] = {
 }
 """Where every strategy is tried; those whose reads have no position with `absolute` for `shaw`."""
 
+IN_CI: dict[str, tuple[Any, ...]] = {
+    "numbers": ("float32", "bfloat16-mixed"),
+    "position": ("transformer_xl", "rotary"),
+}
+"""The same where pairs are enough."""
+
 WITHOUT_DISTANCES = ("none", "associative", "knn", "titans", "associative_tokens", "tokens")
 
 VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "none": {},
     "cache": {"mem_len": (13, 5), "reuse_len": (None, 3)},
-    "compressive": {"mem_len": (12, 8), "compressed_len": (3,), "rate": (4, 1, 7), "loss_weight": (1.0,)},
+    "compressive": {"mem_len": (12, 8), "compressed_len": (3,), "rate": (1, 4), "loss_weight": (1.0,)},
     "window": {"window": (9, 4), "sinks": (0, 2)},
     "tokens": {"n_tokens": (2, 1)},
     "associative": {},
@@ -126,6 +132,9 @@ def keys_of(name: str, row: Row) -> dict[str, Any]:
 
 
 def _sized(keys: Mapping[str, Any], row: Row) -> dict[str, Any]:
+    """The keys with sizes that segments of 7 tokens and of one allow."""
+    if keys.get("rate") == 4 and row["segment_len"] % 4:
+        keys = {**keys, "rate": row["segment_len"]}
     if row["segment_len"] > 1:
         return dict(keys)
     return {option: SMALL[option] if option in SMALL and value else value for option, value in keys.items()}
@@ -153,7 +162,7 @@ def factors(name: str) -> dict[str, tuple[Any, ...]]:
 @functools.cache
 def rows(name: str) -> list[Row]:
     """Rows with every allowed pair of values."""
-    return covering_rows(factors(name), lambda row: allowed(name, row), ruled=_ruled(name))
+    return covering_rows({**factors(name), **IN_CI}, lambda row: allowed(name, row), ruled=_ruled(name))
 
 
 def all_rows(name: str) -> list[Row]:

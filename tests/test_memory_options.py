@@ -1,13 +1,13 @@
 """Every memory strategy keeps every law with every option, wherever it is put.
 
-In CI: for each strategy rows in which any two values of its options and of the places (segments of 8, 7 and 1 tokens,
-5 lanes and 1, float32, bfloat16 and bfloat16-mixed, activation checkpointing, pre-norm, positions, all layers or
-one) occur together, if its rules admit them; all laws on each, but law 8 reads 6 segments and law 2 does not compile.
+In CI: for each strategy rows in which any two values of its options and of the places (segments of 8, 7 and 1 tokens, 5
+lanes and 1, float32 and bfloat16-mixed, activation checkpointing, pre-norm, two kinds of positions, all layers or one)
+occur together, if its rules admit them; all laws on each, but law 8 reads 6 segments and law 2 does not compile.
 Segments of 8 tokens have lanes of length 7, 4, 1 and 0 among them. `test_memory_laws.py` compiles each strategy once
 and trains it on 200 segments.
 
-Under `slow`: rows for any three values, and every combination of the strategy's own options; one graph for any two own
-options; inductor once per strategy.
+Under `slow`: rows for any three values, bfloat16 weights and a third kind of positions among them, and every
+combination of the strategy's own options; one graph for any two own options; inductor once per strategy.
 """
 
 from __future__ import annotations
