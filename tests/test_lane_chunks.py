@@ -281,6 +281,8 @@ def test_dry_run_shows_smaller_activations(tmp_path: Path) -> None:
 def test_dry_run_counts_what_is_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ["trainer.lane_chunks=4", "trainer.precision=32-true"]
     monkeypatch.setattr(dry_run, "device_kind", lambda config: "cuda")
+    on_cpu = dry_run.footprint  # torch without cuda makes no tensors of that kind, not even without numbers
+    monkeypatch.setattr(dry_run, "footprint", lambda *args, **keys: on_cpu(*args, **{**keys, "kind": "cpu"}))
     monkeypatch.setattr(dry_run, "_available", lambda kind: None)
     here, away = (dry_run.needs(small(tmp_path, *keys, f"memory.offload={where}")) for where in ("none", "cpu"))
     assert here.total_bytes - away.total_bytes == 2 * here.state_bytes * 3 // 4
