@@ -35,6 +35,8 @@ CASES = {
     "average and checkpointing": ["memory=cache", "optim.ema=0.8", "model.checkpointing=true"],
 }  # fmt: skip
 
+CHUNKS = ["trainer.lane_chunks=4"]
+
 
 class Seen(L.Callback):
     """Lanes of every forward pass, gradients before every update, and hooks around backward passes."""
@@ -101,6 +103,17 @@ def test_chunks_are_exact(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(losses, base, rtol=1e-9, atol=0)  # compressive computes its own loss in float32
     for one, other in zip(parts.gradients, expected.gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+
+
+def test_chunks_under_autocast(tmp_path: Path) -> None:
+    """A backward pass inside Lightning's autocast: same losses as far as bfloat16 tells, float32 gradients."""
+    keys = ["memory=cache", "trainer.precision=bf16-mixed", "trainer.max_steps=4"]
+    whole, parts = Seen(), Seen()
+    base, losses = (fit(small(tmp_path, *keys, *more), seen)[0] for more, seen in (([], whole), (CHUNKS, parts)))
+    torch.testing.assert_close(losses, base, rtol=5e-3, atol=0)
+    assert parts.gradients[0].dtype == torch.float32
+    similar = torch.nn.functional.cosine_similarity(parts.gradients[0], whole.gradients[0], dim=0)
+    assert similar > 0.999
 
 
 def test_a_loss_over_lanes_is_the_sum_of_their_shares(tmp_path: Path) -> None:
@@ -207,6 +220,8 @@ def test_offloading_from_a_gpu_changes_no_bit(tmp_path: Path) -> None:
     here, module = fit(small(tmp_path, *keys))
     away, other = fit(small(tmp_path, *keys, "memory.offload=cpu"))
     assert torch.equal(here, away)
+    half = [fit(small(tmp_path, *keys[:2], "trainer.precision=16-mixed", *more))[0] for more in ([], CHUNKS)]
+    torch.testing.assert_close(*half, rtol=5e-3, atol=0)  # the loss scale covers all chunks
     state = other.lanes.current("train")
     assert all(tensor.is_pinned() for tensor in state.values())
     assert unequal(module.lanes.state_dict(), other.lanes.state_dict()) == []
