@@ -28,7 +28,7 @@ from txl_lightning.types import MASKED
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunningMeanConfig(LayerMemoryConfig):  # brings memory.layers; a MemoryConfig has but its name and reset
+class RunningMeanConfig(LayerMemoryConfig):  # brings memory.layers; a MemoryConfig has name, reset, offload
     """Keys of `memory=running_mean`: each has a default, a help text and, where there is one, a rule."""
 
     name: str = key("running_mean", "a mean of all tokens so far, the latest weigh most")

@@ -389,7 +389,7 @@ def test_a_checkpoint_is_where_evaluation_starts(fake: Fake, monkeypatch: pytest
     assert main(["eval", "ckpt=it's=here ${x}", "model.clamp_len=5", "-m", "memory=none,cache"]) == 0
     assert read == ["it's=here ${x}"]  # once for all checks and jobs
     assert [config.memory.to_dict() for config in fake.ran] == [
-        {"name": "none", "reset": "epoch"},
+        {"name": "none", "reset": "epoch", "offload": "none"},
         registry.memories.get("cache").config().to_dict(),
     ]
     assert {(config.seed, config.model.clamp_len, config.trainer.devices) for config in fake.ran} == {(4, 5, 2)}

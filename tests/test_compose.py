@@ -169,7 +169,7 @@ def test_the_experiment_that_contributing_shows(tmp_path: Path) -> None:
 def test_what_an_experiment_sets_for_a_replaced_memory_is_dropped(tmp_path: Path) -> None:
     folder = write_option(tmp_path, "experiment/mine", EXPERIMENT)
     config = load(["experiment=mine", "memory=none", "callbacks=memory_monitor"], config_dir=folder)
-    assert config.memory.to_dict() == {"name": "none", "reset": "epoch"}
+    assert config.memory.to_dict() == {"name": "none", "reset": "epoch", "offload": "none"}
     assert set(config.callbacks) == {"memory_monitor"}
     with pytest.raises(ConfigError) as caught:
         load(["experiment=mine", "memory=none", "memory.mem_len=64"], config_dir=folder)
@@ -244,7 +244,7 @@ def test_a_stored_configuration_changes_only_where_typed() -> None:
     assert longer.pop("model") == {**stored["model"], "clamp_len": 1000}
     assert longer.pop("eval") == {"batch_size": None, "segment_len": None}
     assert longer == {name: stored[name] for name in longer}
-    assert resume("memory=none").memory.to_dict() == {"name": "none", "reset": "epoch"}
+    assert resume("memory=none").memory.to_dict() == {"name": "none", "reset": "epoch", "offload": "none"}
     assert resume("data=stdlib").data.to_dict() == load().data.to_dict()
     with pytest.raises(ConfigError, match=r"^memory\.mem_len=3: memory=none has no such key"):
         resume("memory=none", "memory.mem_len=3")
