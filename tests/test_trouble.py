@@ -72,7 +72,7 @@ def test_a_disk_that_fills_up_costs_nothing_that_was_saved(here: Path, capfd: py
     assert unequal(saved(here / "whole"), saved(here / "run")) == []
 
 
-@pytest.mark.parametrize("place", ["manifest.json", "last.ckpt", "result.json", "config.yaml"])
+@pytest.mark.parametrize("place", ["manifest.json", "result.json", "config.yaml"])
 def test_every_file_of_a_run_may_be_the_one_that_finds_no_room(
     place: str, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
