@@ -120,7 +120,7 @@ def test_equals_the_loop_over_segments(name: str, queries: int, base: dict[str, 
 
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("reset", ["segment", "document"])
-@pytest.mark.parametrize("name", ["none", "cache", "shorter", "long", "same_length", "window", "mix", "modern"])
+@pytest.mark.parametrize("name", ["none", "shorter", "long", "same_length", "mix"])
 def test_memory_starts_anew_where_it_should(
     name: str, reset: str, queries: int, base: dict[str, Any], monkeypatch: Any
 ) -> None:

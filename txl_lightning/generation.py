@@ -134,7 +134,8 @@ class Session:
 
     def _sample(self, n_token: int, rule: SamplingRule, generators: list[torch.Generator]) -> Iterator[list[int]]:
         assert self.log_probs_BV is not None, "feed a prompt first"
-        assert None not in self.before or all(self.pending), "every lane needs a prompt"
+        prompted = [bool(read) or before is not None for read, before in zip(self.pending, self.before, strict=True)]
+        assert all(prompted), "every lane needs a prompt"
         for _ in range(n_token):
             scores_BV = self.log_probs_BV.cpu()  # one copy for all lanes
             chosen = [rule.choose(scores, own) for scores, own in zip(scores_BV, generators, strict=True)]
