@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from txl_lightning.errors import ConfigError, keys_renamed, suggest, yaml_text
 
 Part = TypeVar("Part", bound="Section")
@@ -96,6 +93,9 @@ def _plain(value: Any) -> Any:
 
 def build_section(schema: type[Part], values: Mapping[str, Any], *, path: str) -> Part:
     """Typed and checked dataclass from plain values; `path` is the dotted key in messages."""
+    from omegaconf import OmegaConf  # only here, so that the model itself can be used without it
+    from omegaconf.errors import OmegaConfBaseException
+
     if not isinstance(values, Mapping):
         raise ConfigError(path, values, "must be a group of keys", f"set {path}.KEY=VALUE")
     dotted = f"{path}." if path else ""
