@@ -78,7 +78,10 @@ class ModelConfig(Section):
     init_std: float = key(0.02, "standard deviation of initial weights", above=0)
     proj_init_std: float = key(0.01, "the same for the projections of embedding and softmax", above=0)
     attention: str = key(
-        "auto", "how scores are computed: auto picks the fastest exact way", choices=("auto", "reference")
+        "auto",
+        "how attention is computed, all exact: auto picks by device; reference writes the terms out; shift lines "
+        "distances up in matrix products; compiled is that through torch.compile; triton stores no T x S scores (CUDA)",
+        choices=("auto", "reference", "shift", "compiled", "triton"),
     )
     checkpointing: bool = key(False, "recompute each layer in backward instead of keeping its activations")
 
@@ -106,6 +109,8 @@ class ModelConfig(Section):
             raise self.refuse("clamp_len", f"model.position={self.position} has no distances to clamp", "set it to -1")
         if self.position in ("rotary", "none") and self.clamp_len > 0:
             raise self.refuse("clamp_len", f"model.position={self.position} cannot clamp distances", "set it to -1")
+        if self.attention == "triton" and self.position in ("shaw", "rotary"):
+            raise self.refuse("attention", f"there is no kernel for model.position={self.position}", "set it to auto")
         if self.untie_r and self.position != "transformer_xl":
             raise self.refuse("untie_r", f"model.position={self.position} shares no biases", "set it to false")
         if not self.norm_queries and not self.pre_norm:

@@ -23,13 +23,14 @@ OF_ONE_INVOCATION = ("stop_at_step", "max_time")
 MAY_DIFFER = (
     *("run_dir", "dry_run", "experiment", "logger*", "callbacks*", "eval*", "strategy*"),
     *("data.num_workers", "data.cache_dir", "trainer.detect_anomaly"),
-    *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.lane_chunks", "memory.offload"),
+    *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.lane_chunks"),
+    *("memory.offload", "model.attention"),
     *("trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.num_sanity_val_steps"),
     *(f"trainer.{name}" for name in ("on_divergence", "max_loss_rise", "max_skipped_steps")),
     *(f"trainer.{name}" for name in (*OF_ONE_INVOCATION, "save_every_steps", "save_every_minutes", "save_top_k")),
 )
-"""Patterns of keys that stopping, logging, validation and devices are about: training is the same. And of what is done
-with steps that would ruin it: a run that diverged may be gone on with, leaving them out."""
+"""Patterns of keys that stopping, logging, validation and devices are about: training is the same, but for rounding.
+And of what is done with steps that would ruin it: a run that diverged may be gone on with, leaving them out."""
 
 
 def settle(typed: Sequence[Typed], *, config_dir: str | None, multirun: bool) -> tuple[Typed, ...]:

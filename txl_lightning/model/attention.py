@@ -1,15 +1,19 @@
 """Multi-head attention over memory slots and the segment's own tokens: projections, scores, weights.
 
-How scores depend on position is the business of `positions.py`.
+How scores depend on position is the business of `positions.py`, which way they are computed that of `backends.py`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from txl_lightning.config import ModelConfig
+from txl_lightning.model.backends import Need, choose
 from txl_lightning.model.parts import RMSNorm, frozen_norm
 from txl_lightning.model.positions import KINDS, Biases, DistanceTable, Reading
 
@@ -26,6 +30,7 @@ class Attention(nn.Module):
         self.n_head, self.n_kv_head, self.d_head = config.n_head, config.kv_heads, config.d_head
         self.split = (config.n_head * config.d_head, config.kv_heads * config.d_head, config.kv_heads * config.d_head)
         self.dropatt = config.dropatt
+        self.wanted, self.position_name = config.attention, config.position
         self.qkv = nn.Linear(config.d_model, sum(self.split), bias=False)
         self.position = KINDS[config.position](config)
         self.out = nn.Linear(config.n_head * config.d_head, config.d_model, bias=False)
@@ -51,13 +56,63 @@ class Attention(nn.Module):
         """(B, T, n K) -> (B, n, T, K)."""
         return x_BTD.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
 
-    def attend(self, q_BHTK: Tensor, read: Reading, table: DistanceTable, biases: Biases) -> tuple[Tensor, Tensor]:
-        """Heads' outputs (B, H, T, K) and attention weights (B, H, T, P), before dropout."""
-        scores = self.position.scores(q_BHTK, read, table, biases)
-        # ours alone, so it may be changed; softmax of half-precision scores sums in float32 by itself
-        weights = torch.softmax(scores.add_(read.bias), dim=-1).to(read.v_BHPK.dtype)
-        dropped = F.dropout(weights, self.dropatt, self.training)
-        return dropped @ read.v_BHPK, weights
+    def way(self, x: Tensor, *, weights: bool) -> str:
+        """How attention of a layer with this input is computed, as `backends.choose` says.
+
+        Args:
+            x: the input, of any shape.
+            weights: whether its attention weights are wanted.
+        """
+        need = Need.of(x, d_head=self.d_head, position=self.position_name, weights=weights)
+        return choose(self.wanted, need)
+
+    def attend(
+        self,
+        q_BHTK: Tensor,
+        read: Reading,
+        table: DistanceTable,
+        biases: Biases,
+        *,
+        way: str = "shift",
+        weights: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Heads' outputs (B, H, T, K) and attention weights (B, H, T, P), before dropout; None where not wanted.
+
+        Args:
+            q_BHTK: queries.
+            read: keys, values and what is known of them; with a `mask` for `triton`, else with a `bias`.
+            table, biases: distances, u and v.
+            way: as `way` gave it.
+            weights: whether the weights are wanted; never of `triton`.
+        """
+        if way == "triton":
+            return self._fused(q_BHTK, read, table, biases), None
+        compute = _compiled() if way == "compiled" and not torch.compiler.is_compiling() else _plain
+        heads, found = compute(self, q_BHTK, read, table, biases)
+        return heads, found if weights else None
+
+    def _fused(self, q_BHTK: Tensor, read: Reading, table: DistanceTable, biases: Biases) -> Tensor:
+        """(B, H, T, K) heads' outputs by the kernels."""
+        from txl_lightning.model.kernels.launch import Numbers, Operands
+        from txl_lightning.model.kernels.relative import relative_attention
+
+        mask, v = read.mask, read.v_BHPK
+        assert mask is not None
+        r, (u, w), term_b = self.position.projected(table, biases, dtype=v.dtype)
+        looked_up = not read.contiguous
+        drops = self.training and self.dropatt > 0
+        ops = Operands(
+            *(q_BHTK.to(v.dtype), read.k_BHPK.to(v.dtype), v),
+            *(None if r is None else r.to(v.dtype).permute(1, 0, 2), u, w),
+            *(mask.slots if read.n_slot else None, mask.own, mask.document),
+            *(read.ages() if looked_up else None, read.farthest, read.positioned),
+            torch.randint(2**31 - 1, (1,), device=v.device) if drops else None,
+        )
+        limits = (mask.slot_limit, mask.own_limit)
+        numbers = Numbers(
+            read.n_slot, table.first, *limits, self.position.scale, self.dropatt if drops else 0.0, term_b
+        )
+        return relative_attention(ops, numbers)
 
     def merge(self, heads_BHTK: Tensor) -> Tensor:
         """(B, T, D): the output projection of the joined heads."""
@@ -76,6 +131,23 @@ class Attention(nn.Module):
         k, v = _normed(self.heads(k_BTD), self.k_norm, frozen=frozen), self.heads(v_BTD)
         group = self.n_head // self.n_kv_head
         return (k, v) if group == 1 else (k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1))
+
+
+def _plain(
+    layer: Attention, q_BHTK: Tensor, read: Reading, table: DistanceTable, biases: Biases
+) -> tuple[Tensor, Tensor]:
+    """Heads' outputs and weights by matrix products; every pair's score is formed."""
+    assert read.bias is not None
+    scores = layer.position.scores(q_BHTK, read, table, biases)
+    # ours alone, so it may be changed; softmax of half-precision scores sums in float32 by itself
+    weights = torch.softmax(scores.add_(read.bias), dim=-1).to(read.v_BHPK.dtype)
+    dropped = F.dropout(weights, layer.dropatt, layer.training)
+    return dropped @ read.v_BHPK, weights
+
+
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_plain)
 
 
 def _normed(x: Tensor, norm: RMSNorm | None, *, frozen: bool = False) -> Tensor:

@@ -18,7 +18,7 @@ from txl_lightning.memory.base import MemoryStrategy, keep_dead, reset_lanes
 from txl_lightning.model import inference
 from txl_lightning.model.attention import Attention
 from txl_lightning.model.parts import frozen_norm, make_dropout, make_feed_forward, make_norm
-from txl_lightning.model.positions import Biases, DistanceTable, Reading
+from txl_lightning.model.positions import Biases, DistanceTable, Mask, Reading
 from txl_lightning.model.tables import Tables
 from txl_lightning.types import MASKED, Aux, Segment, Slots, State, Tap
 
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     n_prefix: int
     n_token: int
     n_suffix: int
-    mask: Tensor  # (1|B, 1, E, E) additive
+    mask: Tensor | None  # (1|B, 1, E, E) additive; None: no layer needs it written out
     hide_slots: Tensor | None  # (E, 1) bool: tokens that must not see memory slots
     limit: int | None = None  # largest distance that is seen; None: any
 
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
     def within(self, limit: int | None) -> Layout:
         """The same, but real tokens see others of the segment `limit` tokens back at most."""
-        if limit is None:
+        if limit is None or self.mask is None:
             return self
         row = torch.arange(self.mask.shape[-1], device=self.mask.device)
         real = (row >= self.n_prefix) & (row < self.n_prefix + self.n_token)
@@ -108,7 +108,9 @@ class Block(nn.Module):
         tables: Tables | None = None,
     ) -> Read:
         """What `forward` does before memory is written."""
-        layout = layout.within(self.own_limit)
+        way = self.way(x_BED)
+        if way != "triton" or layout.n_prefix or layout.n_suffix:
+            layout = layout.within(self.own_limit)
         given, states = self.states_of(state, segment)
         before: dict[str, Tensor] = {}
         for name, memory in self.named_memories():
@@ -117,9 +119,9 @@ class Block(nn.Module):
         x_BED = layout.put_real(x_BED, self.attention.position.at_layer(layout.real(x_BED, 1)), 1)
         h, q, k, v = self.projected(x_BED)
         slots = self.slots_of(states, x_BED, segment, layout)
-        read, parts = self.joined(slots, k, v, segment, layout)
+        read, parts = self.joined(slots, k, v, segment, layout, spread=way != "triton")
         table = table.for_slots(read.n_slot if read.age is None else self.oldest, q.shape[2])
-        heads, weights = self.attend(q, read, table, shared, tables)
+        heads, weights = self.attend(q, read, table, shared, tables, way=way)
         tap = Tap(*(layout.real(t, 1) for t in (x_BED, h)), *(layout.real(t, 2) for t in (q, k, v)))
         usage = self._usage(weights, segment, layout)
         taps = {name: self._tap(tap, name, parts.get(name), usage, layout) for name, _ in self.named_memories()}
@@ -134,6 +136,10 @@ class Block(nn.Module):
         """What queries, keys and values are made from (B, E, D), and these (B, H, E, K)."""
         h = self.attention_norm(x_BED) if self.pre_norm else x_BED
         return h, *self.attention.project(h, None if self.norm_queries else x_BED)
+
+    def way(self, x: Tensor) -> str:
+        """How this layer's attention is computed for inputs like x."""
+        return self.attention.way(x, weights=self.wants_usage)
 
     def frozen_attention(self, h_BTD: Tensor, m_BSD: Tensor) -> Tensor:
         """As `LayerHandle.frozen_attention`."""
@@ -167,7 +173,7 @@ class Block(nn.Module):
         return found
 
     def joined(
-        self, slots: dict[str, Slots], k: Tensor, v: Tensor, segment: Segment, layout: Layout
+        self, slots: dict[str, Slots], k: Tensor, v: Tensor, segment: Segment, layout: Layout, *, spread: bool
     ) -> tuple[Reading, dict[str, tuple[int, Tensor, Tensor]]]:
         """All slots and the segment side by side, and where each strategy's slots begin among them."""
         keys, values, parts, start = [], [], {}, 0
@@ -183,11 +189,12 @@ class Block(nn.Module):
         reading = Reading(
             k_BHPK=torch.cat([*keys, k], dim=2) if keys else k,
             v_BHPK=torch.cat([*values, v], dim=2) if values else v,
-            bias=_join_bias(list(slots.values()), segment, layout, dtype=k.dtype),
+            bias=_join_bias(list(slots.values()), segment, layout, dtype=k.dtype) if spread else None,
             age=None if contiguous else join_lanes([part.age for part in slots.values()], dim=1),
             positioned=join_positioned(list(slots.values())),
             n_slot=start,
             farthest=join_farthest(list(slots.values())),
+            mask=None if spread else _join_mask(list(slots.values()), segment, layout, own_limit=self.own_limit),
         )
         return reading, parts
 
@@ -199,15 +206,22 @@ class Block(nn.Module):
         return self.project_slots(slots.hidden)
 
     def attend(
-        self, q: Tensor, read: Reading, table: DistanceTable, shared: Biases | None, tables: Tables | None
+        self,
+        q: Tensor,
+        read: Reading,
+        table: DistanceTable,
+        shared: Biases | None,
+        tables: Tables | None,
+        *,
+        way: str = "shift",
     ) -> tuple[Tensor, Tensor | None]:
-        """Heads' outputs, and the weights where they were formed."""
+        """Heads' outputs, and the weights where a strategy asks for them. `way`: as `way` gave it."""
         biases = self.attention.position.biases(shared)
         if tables is not None:
             table = tables.projected(self.attention.position, table)
-        if not self.wants_usage and inference.can_fuse(self.attention, q, read):
+        if way == "shift" and not self.wants_usage and inference.can_fuse(self.attention, q, read):
             return inference.fused(self.attention, q, read, table, biases), None
-        return self.attention.attend(q, read, table, biases)
+        return self.attention.attend(q, read, table, biases, way=way, weights=self.wants_usage)
 
     @property
     def reads_beside(self) -> bool:
@@ -226,9 +240,8 @@ class Block(nn.Module):
 
     def _usage(self, weights_BHEP: Tensor | None, segment: Segment, layout: Layout) -> Tensor | None:
         """(B, P) float32 attention that each key received from real queries, where a strategy asks for it."""
-        if not self.wants_usage:
+        if weights_BHEP is None:
             return None
-        assert weights_BHEP is not None
         real = segment.mask(layout.n_token)[:, None, :, None]
         return (layout.real(weights_BHEP, 2).detach().float() * real).sum(dim=(1, 2))
 
@@ -299,11 +312,31 @@ def join_lanes(tensors: list[Tensor], dim: int) -> Tensor:
 
 def _join_bias(slots: list[Slots], segment: Segment, layout: Layout, *, dtype: torch.dtype) -> Tensor:
     """(1|B, 1|H, E, P) the slots' biases beside the mask of the tokens among themselves."""
+    assert layout.mask is not None
     parts = [_bias_of_all_tokens(_limited(part, segment, layout).to(dtype), segment, layout) for part in slots]
-    parts.append(layout.mask.to(dtype))
-    lanes, n_head = (max(part.shape[dim] for part in parts) for dim in (0, 1))
-    rows = layout.mask.shape[2]
-    return torch.cat([part.expand(lanes, n_head, rows, -1) for part in parts], dim=-1)
+    return _side_by_side([*parts, layout.mask.to(dtype)])
+
+
+def _join_mask(slots: list[Slots], segment: Segment, layout: Layout, *, own_limit: int | None) -> Mask:
+    """The same, not spread out. Extra tokens follow rules of their own, so with them everything is written out."""
+    if layout.n_prefix or layout.n_suffix:
+        parts = [_bias_of_all_tokens(_limited(part, segment, layout), segment, layout) for part in slots]
+        return Mask(_side_by_side(parts) if parts else None, layout.mask)
+    limits = [limit for limit in (layout.limit, own_limit) if limit is not None]
+    return Mask(
+        _side_by_side([part.bias for part in slots]) if slots else None,
+        document=segment.document,
+        slot_limit=layout.limit,
+        own_limit=min(limits, default=None),
+    )
+
+
+def _side_by_side(biases: list[Tensor]) -> Tensor:
+    """One bias of all keys; what is the same for all lanes, heads or tokens stays one where it is so for all."""
+    lanes, n_head, rows = (max(part.shape[dim] for part in biases) for dim in (0, 1, 2))
+    wide = torch.promote_types(biases[0].dtype, torch.float32) if len({part.dtype for part in biases}) > 1 else None
+    same = [part if wide is None else part.to(wide) for part in biases]
+    return torch.cat([part.expand(lanes, n_head, rows, -1) for part in same], dim=-1)
 
 
 def _limited(slots: Slots, segment: Segment, layout: Layout) -> Tensor:

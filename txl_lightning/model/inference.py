@@ -26,6 +26,7 @@ def can_fuse(attention: Attention, q_BHTK: Tensor, read: Reading) -> bool:
 def fused(attention: Attention, q_BHTK: Tensor, read: Reading, table: DistanceTable, biases: Biases) -> Tensor:
     """(B, H, T, K) the heads' outputs."""
     position, n_token = attention.position, q_BHTK.shape[2]
+    assert read.bias is not None
     steps = torch.arange(n_token, device=q_BHTK.device)[None]
     content, by_row = position.parts(q_BHTK, table, biases, place_BT=steps)
     slots = -read.ages()

@@ -58,16 +58,27 @@ class Biases(NamedTuple):
     v_HK: Tensor | None
 
 
+class Mask(NamedTuple):
+    """What is added to the scores, not spread out over all pairs: for backends that store nothing of that size."""
+
+    slots: Tensor | None  # (1|B, 1|H, 1|T, S) additive; None: there is no slot
+    own: Tensor | None = None  # (1|B, 1, T, T) additive, of the tokens among themselves; None: causal
+    document: Tensor | None = None  # (B, T) a token sees its own document; slots belong to that of token 0
+    slot_limit: int | None = None  # largest distance at which a slot that has a position is seen; None: any
+    own_limit: int | None = None  # the same for tokens
+
+
 class Reading(NamedTuple):
     """Keys and values a segment attends to, slots first, and what is known about each pair."""
 
     k_BHPK: Tensor
     v_BHPK: Tensor
-    bias: Tensor  # (1|B, 1|H, T, P) additive
+    bias: Tensor | None  # (1|B, 1|H, T, P) additive; None: `mask` has it
     age: Tensor | None  # (1|B, S) ages where they are not contiguous
     positioned: Tensor | None  # (S,) bool; False: no position term
     n_slot: int
     farthest: Tensor | None = None  # (S,) int64 distance at which a slot's distance stops growing
+    mask: Mask | None = None
 
     @property
     def contiguous(self) -> bool:
@@ -210,6 +221,14 @@ def reference_scores(
     return scores
 
 
+class Projected(NamedTuple):
+    """Projected distances and the biases of the terms that are on."""
+
+    r_WHK: Tensor | None  # None: neither (b) nor (d)
+    biases: Biases
+    term_b: bool  # whether queries meet distances
+
+
 class Position(nn.Module):
     """Scores of queries and keys of one layer; without positions of its own, so content alone.
 
@@ -233,6 +252,10 @@ class Position(nn.Module):
     def scores(self, q_BHTK: Tensor, read: Reading, table: DistanceTable, biases: Biases) -> Tensor:
         """(B, H, T, P) scaled scores; nothing is masked yet."""
         return q_BHTK @ read.k_BHPK.transpose(-1, -2) * self.scale
+
+    def projected(self, table: DistanceTable, biases: Biases, *, dtype: torch.dtype) -> Projected:
+        """What scores are made of besides queries and keys, for the positions of `backends.FUSED`."""
+        return Projected(None, Biases(None, None), False)
 
     def project(self, table: DistanceTable) -> Tensor | None:
         """(W, H, K) what scores read of a table's rows; None: nothing."""
@@ -297,8 +320,7 @@ class TransformerXLPosition(Position):
         return shared if shared is not None else Biases(self.u, self.v)
 
     def scores(self, q_BHTK: Tensor, read: Reading, table: DistanceTable, biases: Biases) -> Tensor:
-        u, v = (bias if bias is None else bias.to(q_BHTK.dtype) for bias in biases)
-        r = self.project(table)
+        r, (u, v), _ = self.projected(table, biases, dtype=q_BHTK.dtype)
         if self.always_reference and r is not None:
             return self.scale * reference_scores(
                 q_BHTK,
@@ -331,6 +353,10 @@ class TransformerXLPosition(Position):
             assert v is not None
             q = v.expand_as(q_BHTK)
         return content, rows_product(q * self.scale, r)
+
+    def projected(self, table: DistanceTable, biases: Biases, *, dtype: torch.dtype) -> Projected:
+        u, v = (bias if bias is None else bias.to(dtype) for bias in biases)
+        return Projected(self.project(table), Biases(u, v), "b" in self.terms)
 
     def _by_row(self, q_BHTK: Tensor, v_HK: Tensor | None, r_WHK: Tensor) -> Tensor:
         """(B|1, H, T|1, W): terms (b) and (d) of every query with every row."""

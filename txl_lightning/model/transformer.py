@@ -158,7 +158,8 @@ class TransformerXL(HubModel, nn.Module):
         if segment.document is not None:
             self._refuse_inner_resets()
         x = self._embed(tokens_BT, state, segment)
-        layout = self._layout(segment, tokens_BT.shape[1], device=x.device)
+        spread = any(layer.way(x) != "triton" for layer in self.blocks())
+        layout = self._layout(segment, tokens_BT.shape[1], device=x.device, spread=spread)
         return x, layout, self._table(layout, device=x.device, tables=tables)
 
     def left(self, x_BTD: Tensor) -> Tensor:
@@ -271,11 +272,14 @@ class TransformerXL(HubModel, nn.Module):
         if unable:
             raise ValueError(f"Segment.document is set, but memory {unable[0]} cannot start anew inside a segment")
 
-    def _layout(self, segment: Segment, n_token: int, *, device: torch.device) -> Layout:
+    def _layout(self, segment: Segment, n_token: int, *, device: torch.device, spread: bool = True) -> Layout:
+        """spread: some layer needs the mask of all pairs of tokens; with extra tokens, every layer does."""
         tokens = self.tokens
         n_prefix, n_suffix = (tokens.n_prefix, tokens.n_suffix) if tokens is not None else (0, 0)
         size = {"n_prefix": n_prefix, "n_token": n_token, "n_suffix": n_suffix}
-        mask, hide = token_mask(segment, **size, limit=self.limit, device=device), None
+        hide, mask = None, None
+        if spread or n_prefix or n_suffix:
+            mask = token_mask(segment, **size, limit=self.limit, device=device)
         if tokens is not None and not (tokens.prefix_reads_slots and tokens.suffix_reads_slots):
             row = torch.arange(n_prefix + n_token + n_suffix, device=device)
             hide = (row < n_prefix) & (not tokens.prefix_reads_slots)

@@ -19,6 +19,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 from txl_lightning.checkpoints.manifest import replace_text
 from txl_lightning.config import Config, ConfigError
+from txl_lightning.model.backends import check_backend
 from txl_lightning.ranks import is_first_rank
 from txl_lightning.training.checkpointing import WholeFiles
 from txl_lightning.training.strategies import build_strategy, check_strategy
@@ -108,8 +109,14 @@ def device_kind(config: Config) -> str:
     """The device that will be used: "cpu", "cuda" or "mps".
 
     Raises:
-        ConfigError: the one asked for is not here.
+        ConfigError: the one asked for is not here, or `model.attention` cannot be computed on it.
     """
+    found = _device_kind(config)
+    check_backend(config.model.attention, found)
+    return found
+
+
+def _device_kind(config: Config) -> str:
     wanted = {"gpu": "cuda"}.get(config.trainer.accelerator, config.trainer.accelerator)
     here = {"cuda": CUDAAccelerator.is_available(), "mps": MPSAccelerator.is_available(), "cpu": True}
     if wanted == "auto":
