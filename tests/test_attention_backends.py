@@ -42,6 +42,7 @@ from txl_lightning.options import FitOptions
 from txl_lightning.types import MASKED, Segment
 
 pytest.importorskip("triton", reason="Triton is for Linux")
+from txl_lightning.model.kernels import launch, relative
 
 BATCH, HEADS, WIDTH, MODEL = 2, 2, 5, 6
 
@@ -310,26 +311,47 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_forward_and_backward_make_nothing_of_the_size_of_the_scores(in_order: bool) -> None:
-    from txl_lightning.model.kernels.launch import Numbers, Operands, backward, forward
-
     n_token, n_slot, width = 64, 256, 2
     n_key = n_token + n_slot
     q, k, v = (drawn(1, 1, size, width, seed=size).float() for size in (n_token, n_key, n_key))
     r, u, w = drawn(1, n_key + 1, width, seed=1).float(), *drawn(2, 1, width, seed=2).float()
-    ops = Operands(q, k, v, r, u, w, torch.zeros(1, 1, 1, n_slot), None, None, None, None, None, None)
-    numbers = Numbers(n_slot, n_key, 40, 40, 0.5, 0.0, True)
+    bias = torch.zeros(1, 1, 1, n_slot)
+    ops = launch.Operands(q, k, v, r, u, w, bias, None, None, None, None, None, None)
+    numbers = launch.Numbers(n_slot, n_key, 40, 40, 0.5, 0.0, True)
     with Largest() as largest:
-        out, lse = forward(ops, numbers)
-        backward(ops, numbers, torch.ones_like(out), out, lse, bias_wanted=True, in_order=in_order)
+        out, lse = launch.forward(ops, numbers)
+        launch.backward(ops, numbers, torch.ones_like(out), out, lse, bias_wanted=True, in_order=in_order)
     assert 4 * n_key * width <= largest.n_byte < n_token * n_key / 2
+
+
+class Launched:
+    """Stands for a kernel, and compares what it is given with what it takes: the interpreter passes over what is not."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.takes, self.n_call = set(kernel.arg_names), 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*, num_warps: int, num_stages: int, **given: Any) -> None:
+            assert given.keys() == self.takes
+            self.n_call += 1
+
+        return run
+
+
+def test_kernels_are_given_exactly_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("forward_kernel", "query_kernel", "key_kernel", "table_kernel")
+    fakes = {name: Launched(getattr(launch, name)) for name in names}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(launch, name, fake)
+    for case in (CASES["odd sizes"], CASES["sinks"], CASES["no positions"]):
+        attended(case, way="triton", dtype=torch.float32)
+    assert {name: fake.n_call for name, fake in fakes.items()} == dict(zip(names, (3, 3, 5, 2), strict=True))
 
 
 # ---- as an operator
 
 
 def test_the_operator_is_registered_as_torch_wants_it() -> None:
-    from txl_lightning.model.kernels import relative
-
     q = drawn(1, 1, 3, 4, seed=0).float().requires_grad_()
     k, v = (drawn(1, 1, 5, 4, seed=seed).float().requires_grad_() for seed in (1, 2))
     r, u = drawn(1, 6, 4, seed=3).float().requires_grad_(), drawn(1, 4, seed=4).float().requires_grad_()

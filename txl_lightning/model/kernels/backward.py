@@ -16,6 +16,7 @@ from txl_lightning.model.kernels.tiles import (
     LOG2E,
     LOW,
     NEVER,
+    SIZES,
     ages_of_slots,
     capped_rows,
     is_far,
@@ -108,7 +109,7 @@ def of_looked_up(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def query_kernel(
     q, k, v, r, u, w, slot_bias, own_mask, document, age, farthest, positioned, seed, out, lse,
     grad, delta, dq, dr, du, dw,
@@ -214,7 +215,7 @@ def query_kernel(
     store_rows(dq + row_base, dqu, t, n_token, K, K, KP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def key_kernel(
     q, k, v, r, u, w, slot_bias, own_mask, document, age, farthest, positioned, seed, lse, grad, delta,
     dk, dv, dbias,
@@ -300,7 +301,7 @@ def key_kernel(
             tl.store(dbias + program * n_slot + p, dadded, mask=(p < n_slot) & (p < stop))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def table_kernel(
     q, k, v, r, u, w, slot_bias, own_mask, document, seed, lse, grad, delta, parts,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kp, stride_vb, stride_vh, stride_vp,

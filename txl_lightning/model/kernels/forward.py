@@ -8,6 +8,7 @@ import triton.language as tl
 from txl_lightning.model.kernels.tiles import (
     LOG2E,
     LOW,
+    SIZES,
     ages_of_slots,
     kept,
     lined_up,
@@ -35,7 +36,7 @@ def absorb(score, top, total, sums, values, seed, program, t, p, n_key, rate, PR
     return higher, total, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     q, k, v, r, u, w, slot_bias, own_mask, document, age, farthest, positioned, seed, out, lse,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kp, stride_vb, stride_vh, stride_vp,

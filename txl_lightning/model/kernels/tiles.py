@@ -20,6 +20,11 @@ from txl_lightning.model.kernels import interpreted
 LOW = tl.constexpr(-1.0e38)  # score of a pair that is not seen; finite, so nothing is NaN where a tile holds no other
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(interpreted())
+SIZES = [
+    *("n_batch", "n_head", "n_token", "n_key", "n_slot", "n_row", "first", "slot_limit", "own_limit", "reach"),
+    *("start", "stop"),
+]
+"""Arguments that change from call to call: no kernel is compiled for special values of them."""
 NEVER = tl.constexpr(1 << 30)  # larger than any age
 
 
