@@ -325,7 +325,7 @@ def test_forward_and_backward_make_nothing_of_the_size_of_the_scores(in_order: b
 
 
 class Launched:
-    """Stands for a kernel, and compares what it is given with what it takes: the interpreter passes over what is not."""
+    """Stands for a kernel, and compares what it is given with what it takes: the interpreter passes over the rest."""
 
     def __init__(self, kernel: Any) -> None:
         self.takes, self.n_call = set(kernel.arg_names), 0
