@@ -199,7 +199,7 @@ def test_sigterm_under_deepspeed_saves_and_asks_for_a_requeue(tmp_path: Path) ->
             while process.poll() is None and not last.exists():
                 time.sleep(0.2)
             process.send_signal(signal.SIGTERM)
-            code = process.wait(timeout=240)
+            code = process.wait(timeout=900)
         finally:
             process.kill()
     said = (tmp_path / "out").read_text()
@@ -208,7 +208,7 @@ def test_sigterm_under_deepspeed_saves_and_asks_for_a_requeue(tmp_path: Path) ->
     steps = read_stand(str(last)).step
     assert steps >= 5 and json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == steps
     more = ["fit", "resume=run", f"trainer.stop_at_step={steps + 2}"]
-    done = subprocess.run([sys.executable, "-m", "txl_lightning", *more], cwd=tmp_path, timeout=240)
+    done = subprocess.run([sys.executable, "-m", "txl_lightning", *more], cwd=tmp_path, timeout=900)
     assert done.returncode == 0 and read_stand(str(last)).step == steps + 2
     assert sorted(path.name for path in last.parent.iterdir() if path.is_dir() and not path.is_symlink()) == sorted(
         {os.readlink(link) for link in last.parent.iterdir() if link.is_symlink()}
