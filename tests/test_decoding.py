@@ -141,6 +141,30 @@ def test_a_step_can_be_captured(lanes: int, base: dict[str, Any], monkeypatch: A
         torch.testing.assert_close(found, known, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("new", [True, False])
+def test_a_lane_that_stands_by_between_segments_misses_nothing(new: bool, base: dict[str, Any]) -> None:
+    """Its memory stays while another lane writes; `starts` counts when the token that begins a document is read."""
+    model = built({**base, "memory": {"name": "cache", "mem_len": M, "reset": "document"}})
+    texts = torch.randint(1, 257, (2, 2 * T))
+
+    def read_all(turns: list[list[bool]]) -> torch.Tensor:
+        state = model.init_state(2, form="projected")
+        partial = model.begin(state, segment_len=T, reset="document")
+        place, found = [0, 0], torch.zeros(2, 2 * T, model.config.d_model, dtype=model.dtype)
+        for active in turns:
+            token_B = torch.stack([texts[lane, min(at, 2 * T - 1)] for lane, at in enumerate(place)])
+            starts = [new and on and at == T for on, at in zip(active, place, strict=True)]
+            hidden_BD, state = model.step(token_B, state, partial, active=active, starts=starts)
+            for lane in (lane for lane in (0, 1) if active[lane]):
+                found[lane, place[lane]], place[lane] = hidden_BD[lane], place[lane] + 1
+        return found
+
+    with torch.no_grad():
+        together = read_all([[True, True]] * 2 * T)
+        apart = read_all([[True, True]] * T + [[True, False]] * T + [[False, True]] * T)
+    torch.testing.assert_close(apart, together, atol=1e-9, rtol=1e-9)
+
+
 def test_the_state_given_is_not_changed(base: dict[str, Any]) -> None:
     model = built(base)
     state = model.init_state(2, form="projected")

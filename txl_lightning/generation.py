@@ -172,7 +172,8 @@ class Session:
         segment = self._segment(tokens_BT, length)
         full = [count == self.segment_len for count in length]
         if self.partial is not None and not all(full):
-            decoding.load(self.model, self.state, self.partial, segment.reset.tolist())
+            starts = segment.reset.tolist()
+            decoding.load(self.model, self.state, self.partial, starts, lanes=[count > 0 for count in length])
         hidden_BTD, self.state = decoding.read(
             self.model, tokens_BT, self.state, segment, self.partial, full=full, tables=self.tables
         )

@@ -47,8 +47,7 @@ class LayerBuffers:
     reads_beside: bool  # as those of `Block`
     adds_to_input: bool
     usage_BP: Tensor  # float32 attention that each key received; empty where nobody wants it
-    given: dict[str, State]  # states by strategy before resets
-    states: dict[str, State]  # after them: what `side` and `residual` read; empty where a layer has neither
+    states: dict[str, State]  # by strategy, after resets, for `side` and `residual`; empty where a layer has neither
     slots: dict[str, tuple[int, Tensor, Tensor]]  # where a strategy's slots begin, and their keys and values
     bias: Tensor  # (1|B, 1|H, 1|T, S) of the slots
     age: Tensor  # (1|B, S)
@@ -74,11 +73,9 @@ class LayerBuffers:
         part = self.told_BTN[..., self.parts[name]]
         return part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) if name in OF_HEADS else part
 
-    def take(
-        self, layer: Block, given: dict[str, State], states: dict[str, State], offer: _Offer, started_B: Tensor
-    ) -> None:
+    def take(self, layer: Block, states: dict[str, State], offer: _Offer, started_B: Tensor) -> None:
         """Copy what memory offers; every tensor that `step` reads stays where it is."""
-        self.given, self.written_from, self.slots = given, states, offer.parts
+        self.written_from, self.slots = states, offer.parts
         for old, new in zip((self.bias, self.age, self.positioned, self.farthest), offer[1:3] + offer[4:], strict=True):
             if old is not None and new is not None:
                 old.copy_(new)
@@ -217,7 +214,7 @@ def step(
     """As `TransformerXL.step`."""
     active = active if active is not None else [True] * len(partial.count)
     starts = starts if starts is not None else [False] * len(partial.count)
-    load(model, state, partial, starts)
+    load(model, state, partial, starts, lanes=active)
     partial.receive(token_B, partial.mask(starts))
     first = [on and not count for on, count in zip(active, partial.count, strict=True)]
     if partial.n_prefix and any(first):  # the memory tokens before a segment are read before its first token
@@ -232,15 +229,19 @@ def step(
     return hidden_BD, state
 
 
-def load(model: TransformerXL, state: State, partial: Partial, starts: Sequence[bool]) -> None:
+def load(
+    model: TransformerXL, state: State, partial: Partial, starts: Sequence[bool], *, lanes: Sequence[bool]
+) -> None:
     """Copy what memory offers, if there are lanes that have to read it.
 
     Args:
         starts: lanes whose next token begins a document.
+        lanes: those that read a token now; of the others it is not known yet whether their segment starts anew.
     """
-    if not any(partial.unread):
+    reading = [unread and on for unread, on in zip(partial.unread, lanes, strict=True)]
+    if partial.layers and not any(reading):
         return
-    unread_B, anew = partial.mask(partial.unread), torch.zeros_like(partial.reset_B)
+    unread_B, anew = partial.mask(reading), torch.zeros_like(partial.reset_B)
     if partial.reset != "epoch":
         anew = torch.ones_like(anew) if partial.reset == "segment" else partial.mask(starts)
     partial.reset_B.copy_(torch.where(unread_B, anew, partial.reset_B))
@@ -251,14 +252,14 @@ def load(model: TransformerXL, state: State, partial: Partial, starts: Sequence[
     x_BTD = x_BTD.expand(len(anew), partial.segment_len, model.config.d_model)
     table = model.distances(n_token=n_own, ahead=0, device=model.device, tables=partial.tables)
     for index, layer in enumerate(model.blocks()):
-        given, states = layer.states_of(substate(state, f"layers.{index}"), segment)
+        _, states = layer.states_of(substate(state, f"layers.{index}"), segment)
         offer = _offer(layer, states, segment, x_BTD)
         if len(partial.layers) <= index:
             own = table.for_slots(offer.age.shape[1] if offer.contiguous else layer.oldest, n_own)
             own = partial.tables.projected(layer.attention.position, own)
             partial.layers.append(_buffers(layer, offer, states, own, x_BTD, n_own))
-        partial.layers[index].take(layer, given, states, offer, unread_B)
-    partial.unread = [False] * len(partial.unread)
+        partial.layers[index].take(layer, states, offer, unread_B)
+    partial.unread = [unread and not on for unread, on in zip(partial.unread, lanes, strict=True)]
 
 
 def advance(model: TransformerXL, token_B: Tensor, partial: Partial, *, active_B: Tensor) -> Tensor:
@@ -285,7 +286,9 @@ def write(model: TransformerXL, state: State, partial: Partial, *, full_B: Tenso
     new: State = {}
     for index, (layer, buffers) in enumerate(zip(model.blocks(), partial.layers, strict=True)):
         taps = {name: _tap(buffers, name, layer) for name, _ in layer.named_memories()}
-        written, _ = layer.write(buffers.given, buffers.written_from, taps, segment)
+        own = substate(state, f"layers.{index}")
+        given = {name: substate(own, name) for name, _ in layer.named_memories()}
+        written, _ = layer.write(given, buffers.written_from, taps, segment)
         new.update({f"layers.{index}.{key}": tensor for key, tensor in written.items()})
     return model.completed(new, state, partial.tokens_BT, segment)
 
@@ -557,7 +560,6 @@ def _buffers(
         reads_beside=layer.reads_beside,
         adds_to_input=layer.adds_to_input,
         usage_BP=torch.zeros(batch, n_key if layer.wants_usage else 0, device=x_BTD.device),
-        given={},
         states={name: {key: old.clone() for key, old in state.items() if asked} for name, state in states.items()},
         slots={},
         bias=offer.bias.clone(),
