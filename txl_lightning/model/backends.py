@@ -27,7 +27,7 @@ FUSED = ("transformer_xl", "none", "absolute", "absolute_per_layer")
 _LARGEST_HEAD = 256
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _logger = logging.getLogger(__name__)
-_said: set[tuple[str, ...]] = set()
+_said: set[str] = set()
 
 
 class Need(NamedTuple):
@@ -131,6 +131,6 @@ def _no_compiler(device_type: str) -> str | None:
 
 
 def _say(level: int, text: str) -> None:
-    if not torch.compiler.is_compiling() and (text,) not in _said:
-        _said.add((text,))
+    if not torch.compiler.is_compiling() and text not in _said:
+        _said.add(text)
         _logger.log(level, text)

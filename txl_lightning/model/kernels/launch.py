@@ -15,8 +15,6 @@ from txl_lightning.model.kernels import interpreted
 from txl_lightning.model.kernels.backward import key_kernel, query_kernel, table_kernel
 from txl_lightning.model.kernels.forward import forward_kernel
 
-LARGEST_HEAD = 256
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPLITS = 4  # groups of lanes that one diagonal's sums are spread over
 
 
