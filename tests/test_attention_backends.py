@@ -417,6 +417,29 @@ def test_a_model_gives_the_same_with_the_kernels(memory: str) -> None:
         torch.testing.assert_close(fused[name], tensor, atol=2e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@pytest.mark.parametrize("way", ["triton", "compiled"])
+def test_layer_by_layer_attention_is_computed_as_asked(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four segments at once, memory before them read, one lane short; calls of `attend` tell the way."""
+    monkeypatch.setattr(attention_module, "_compiled", lambda: attention_module._plain)
+    taken, attend = [], Attention.attend
+    monkeypatch.setattr(Attention, "attend", lambda *args, **keys: taken.append(keys["way"]) or attend(*args, **keys))
+    text, found = torch.randint(11, (2, 20), generator=torch.Generator().manual_seed(0)), []
+    lengths = [[5, 5], [5, 5], [5, 5], [5, 2]]
+    segments = [Segment(torch.tensor([False, False]), torch.tensor(length)) for length in lengths]
+    for asked in (way, "reference"):
+        torch.manual_seed(0)
+        keys = ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=8, vocab_size=11, attention=asked)
+        model = TransformerXL(Config(model=keys, memory=CacheConfig(mem_len=6), data=DataConfig(segment_len=5))).eval()
+        state = model.init_state(2, form="projected")
+        with torch.no_grad():
+            for part in (segments[:1], segments):
+                out = model.read_by_layers(text[:, : 5 * len(part)], state, part, text[:, : 5 * len(part)])
+                state = out.state
+        found.append({"losses": out.losses_BT, **state})
+    assert set(taken) == {way, "reference"}
+    torch.testing.assert_close(*found, atol=2e-5, rtol=1e-4)
+
+
 # ---- torch.compile
 
 

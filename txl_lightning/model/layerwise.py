@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from txl_lightning.memory.base import may_look
 from txl_lightning.model.block import Block, Layout, substate
-from txl_lightning.model.positions import DistanceTable, Reading
+from txl_lightning.model.positions import DistanceTable, Mask, Reading
 from txl_lightning.model.tables import Tables
 from txl_lightning.types import Segment, State, Tap
 
@@ -165,18 +165,20 @@ def _layer(
         slot_k, slot_v = layer.keys_values(name, part)
         keys, values = torch.cat([slot_k.to(k.dtype), k], dim=2), torch.cat([slot_v.to(v.dtype), v], dim=2)
         bias = part.bias.float()
-    n_slot, heads = bias.shape[-1], []
+    n_slot, heads, way = bias.shape[-1], [], layer.way(x)
     for start, end in bands.blocks():
+        seen = bands.bias(start, end, bias, layer.own_limit).to(k.dtype)
         reading = Reading(
             k_BHPK=keys[:, :, start : n_slot + end],
             v_BHPK=values[:, :, start : n_slot + end],
-            bias=bands.bias(start, end, bias, layer.own_limit).to(k.dtype),
+            bias=None if way == "triton" else seen,
             age=None,
             positioned=None,
             n_slot=n_slot,
+            mask=Mask(seen[..., :n_slot] if n_slot else None, seen[..., n_slot:]) if way == "triton" else None,
         )
         own = table.for_slots(n_slot, end - start)
-        heads.append(layer.attend(q[:, :, start:end], reading, own, model.shared_biases, tables)[0])
+        heads.append(layer.attend(q[:, :, start:end], reading, own, model.shared_biases, tables, way=way)[0])
     y = layer.after_attention(x, layer.attention.merge(torch.cat(heads, dim=2)), None)
     tap = Tap(x, h, q, k, v, y_BTD=y, before_BTD=x)
     written, _ = layer.write(given, states, {name: tap for name, _ in layer.named_memories()}, segment)
