@@ -14,7 +14,7 @@ import json
 import random
 import statistics
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ from txl_lightning import TransformerXL, load_checkpoint
 from txl_lightning.commands.fit import fit
 from txl_lightning.config import POSITIONS, Config, load
 from txl_lightning.evaluation.cached import evaluate
-from txl_lightning.training.datamodule import TextDataModule
-from txl_lightning.types import Batch
+from txl_lightning.training.datamodule import TextDataModule, one_by_one
 
 FOLDER = Path("runs/studies")
 SEEDS = (1, 2, 3)
@@ -103,7 +102,7 @@ def loss_by_position(config: Config, model: TransformerXL) -> list[float]:
     loader = TextDataModule(config).test_dataloader()
     state = model.init_state(config.eval_batch_size, form="projected")
     total, count = torch.zeros(SEGMENT, dtype=torch.float64), torch.zeros(SEGMENT, dtype=torch.float64)
-    for batch in _batches(loader):
+    for batch in one_by_one(loader):
         out = model(batch.tokens_BT, state, batch.segment, batch.targets_BT)
         state = out.state
         if batch.position.segment > 0:
@@ -111,10 +110,6 @@ def loss_by_position(config: Config, model: TransformerXL) -> list[float]:
             total += out.losses_BT.double().sum(0)
             count += batch.segment.mask(SEGMENT).sum(0)
     return (total / count).tolist()
-
-
-def _batches(loader: Any) -> Iterator[Batch]:
-    return iter(loader)
 
 
 def shuffled_lines() -> dict[str, Path]:

@@ -34,6 +34,14 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
+@pytest.fixture(autouse=True)
+def no_ranks_left() -> Iterator[None]:
+    """No test finds itself one of several ranks because another one was: what it forks would wait for them."""
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the cache folders of all tests are."""

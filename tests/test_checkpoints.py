@@ -20,6 +20,7 @@ from txl_lightning.config import Config, ConfigError
 from txl_lightning.options import EvalOptions
 from txl_lightning.training.checkpointing import WholeFiles
 from txl_lightning.training.trainer import build_trainer
+from txl_lightning.training.trouble import NotWritten
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_a_write_that_fails_leaves_the_old_file_whole(run: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(NotWritten, match="No space left"):
         WholeFiles().save_checkpoint({}, last)
     assert last.read_bytes() == before
     assert sorted(path.name for path in last.parent.iterdir()) == names
@@ -177,10 +178,10 @@ def test_lightning_goes_on_exactly_where_it_stopped(tmp_path: Path) -> None:
 def test_what_was_hashed_is_hashed_again_only_after_a_change(tmp_path: Path) -> None:
     file = tmp_path / "last.ckpt"
     file.write_bytes(b"one")
-    first = manifest._sha256(file)
+    first = manifest.sha256_of(file)
     hits = manifest._sha256_of.cache_info().hits
-    assert manifest._sha256(file) == first and manifest._sha256_of.cache_info().hits == hits + 1
+    assert manifest.sha256_of(file) == first and manifest._sha256_of.cache_info().hits == hits + 1
     part = tmp_path / "part"
     part.write_bytes(b"two")
     part.replace(file)
-    assert manifest._sha256(file) == hashlib.sha256(b"two").hexdigest() != first
+    assert manifest.sha256_of(file) == hashlib.sha256(b"two").hexdigest() != first

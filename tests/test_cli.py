@@ -175,7 +175,7 @@ def test_help_and_refusals_do_not_wait_for_torch() -> None:
 def test_cfg_job_prints_what_would_run(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--cfg", "job", "memory=none", "run_dir=it's ${x}"]) == 0
     values = yaml.safe_load(capsys.readouterr().out)
-    assert values == {**load(["memory=none", "run_dir=it's ${x}"]).to_dict(), "resume": None}
+    assert values == {**load(["memory=none", "run_dir=it's ${x}"]).to_dict(), "resume": None, "trust": False}
     assert main(["fit", "-c", "job", "-p", "optim.lr", "optim.lr=0.125"]) == 0
     assert capsys.readouterr().out == "0.125\n"
     assert main(["fit", "--cfg=hydra", "--package", "hydra.job.name"]) == 0
@@ -192,7 +192,7 @@ def test_cfg_job_prints_what_would_run(fake: Fake, capsys: pytest.CaptureFixture
         ("txl ge", {"generate"}),
         ("txl fit memory=", {f"memory={name}" for name in registry.memories.names()}),
         ("txl generate temp", {"temperature="}),
-        ("txl fit -m memory=none trainer.max_s", {"trainer.max_steps="}),
+        ("txl fit -m memory=none trainer.max_s", {"trainer.max_steps=", "trainer.max_skipped_steps="}),
         ("txl nope x", set()),
     ],
 )

@@ -67,7 +67,7 @@ def test_free_text_is_taken_letter_by_letter(text: str) -> None:
     values = compose([f"run_dir={text}", "data=text", f"data.train={text}"])
     assert (values["run_dir"], values["data"]["train"]) == (text, text)
     if text:
-        assert values.pop("resume") is None
+        assert (values.pop("resume"), values.pop("trust")) == (None, False)
         assert Config.from_dict(values).data.train == text  # type: ignore[attr-defined]
 
 
@@ -242,7 +242,7 @@ def test_a_stored_configuration_changes_only_where_typed() -> None:
     longer = resume("memory.mem_len=1600", "model.clamp_len=1000", "eval.segment_len=null").to_dict()
     assert longer.pop("memory") == {**stored["memory"], "mem_len": 1600}
     assert longer.pop("model") == {**stored["model"], "clamp_len": 1000}
-    assert longer.pop("eval") == {"batch_size": None, "segment_len": None}
+    assert longer.pop("eval") == {"batch_size": None, "segment_len": None, "schedule": "auto"}
     assert longer == {name: stored[name] for name in longer}
     assert resume("memory=none").memory.to_dict() == {"name": "none", "reset": "epoch", "offload": "none"}
     assert resume("data=stdlib").data.to_dict() == load().data.to_dict()

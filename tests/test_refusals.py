@@ -236,7 +236,7 @@ CONTRADICTIONS = [
     ("demo memory=none", "memory=none: the demo compares with "),
     ("eval ckpt=CKPT experiment=default", "experiment=default: the checkpoint's own configuration is used; "),
     ("eval ckpt=CKPT memory=none memory.mem_len=64", "memory.mem_len=64: memory=none has no such key; "),
-    ("generate ckpt=CKPT prompt=a prompt_file=FILE", "prompt_file=FILE: a prompt is given as well; "),
+    ("generate ckpt=CKPT prompt=a prompt_file=FILE", "prompt_file=FILE: prompt is given as well; "),
     ("fit prompt=hello", "prompt=hello: txl fit has no such key, only txl generate; leave it out"),
     ("generate ckpt=x split=test", "split=test: txl generate has no such key, only txl eval; leave it out"),
     ("fit memory=none,cache", "memory=none,cache: several values make a sweep, one job each; add -m"),

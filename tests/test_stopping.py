@@ -130,7 +130,7 @@ def test_an_interrupt_ends_a_sweep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
 def test_a_signal_in_an_evaluation_ends_it_with_its_code(name: str, code: int, tmp_path: Path) -> None:
     assert run(tmp_path, ["on_train_start", "99", "SIGINT", "1"], *fit_arguments(tmp_path)).returncode == 0
-    arguments = ["eval", "ckpt=run", "eval.segment_len=4", "out=found.json"]
+    arguments = ["eval", "ckpt=run", "eval.segment_len=4", "eval.schedule=segments", "out=found.json"]
     done = run(tmp_path, ["on_test_batch_end", "2", name, "1"], *arguments)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "found.json").exists()

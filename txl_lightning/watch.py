@@ -22,7 +22,6 @@ from typing import Any
 
 from txl_lightning.exit_codes import DONE, FAILED, INTERRUPTED, REQUEUE
 from txl_lightning.ranks import is_first_rank
-from txl_lightning.training.divergence import Diverged
 
 GRACE = 5.0  # seconds in which the others may notice by themselves that one is gone
 LAST_WORDS = "TXL_LAST_WORDS"
@@ -146,6 +145,8 @@ def tell(error: BaseException, said: str | None, watch: RankWatch) -> None:
         said: one line for errors that are not the code's fault.
         watch: over the other ranks.
     """
+    from txl_lightning.training.divergence import Diverged  # and with it torch
+
     if isinstance(error, Diverged):  # all ranks at once
         if is_first_rank():
             print(f"error: {said}", file=sys.stderr, flush=True)

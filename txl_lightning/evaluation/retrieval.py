@@ -11,7 +11,7 @@ from torch import Tensor
 from txl_lightning.config import Config
 from txl_lightning.data.recall import RecallConfig, RecallVocab
 from txl_lightning.model.transformer import TransformerXL
-from txl_lightning.training.datamodule import TextDataModule
+from txl_lightning.training.datamodule import TextDataModule, one_by_one
 from txl_lightning.types import Batch
 
 
@@ -57,7 +57,7 @@ def measure_retrieval(config: Config, model: TransformerXL, *, split: str = "tes
     count = _Count(keys, vocab)
     state = model.init_state(config.eval_batch_size, form="projected")
     with torch.no_grad():
-        for batch in loader:
+        for batch in one_by_one(loader):
             batch = _on(batch, model.device)
             out = model(batch.tokens_BT, state, batch.segment, batch.targets_BT)
             state = out.state

@@ -117,10 +117,6 @@ def _demand_stopped(model: TransformerXL, state: State, *, segment: int) -> None
 
 def _demand_carry(bench: Bench, model: TransformerXL) -> None:
     """A strategy that says the graph crosses the border lets it, and its configuration says so too."""
-    carried = any(part.gradient == "carry" for _, part in model.memory_parts())
-    if isinstance(bench.config, MemoryConfig) and bench.config.carries != carried:
-        said = f"{type(bench.config).__name__}.carries is {bench.config.carries}"
-        raise LawBroken(8, f"{said}, so trainer.bptt_segments would be misjudged: gradient of its parts says otherwise")
     state = model.init_state(bench.batch_size)
     batches = bench.stream(bench.warm_segments + 1)
     for i, (tokens, targets) in enumerate(batches[:-1]):
@@ -135,6 +131,10 @@ def _demand_carry(bench: Bench, model: TransformerXL) -> None:
             raise LawBroken(
                 8, f"{path} declares gradient='carry', but the next segment's loss does not reach its state"
             )
+    carried = any(part.gradient == "carry" for _, part in model.memory_parts())
+    if isinstance(bench.config, MemoryConfig) and bench.config.carries != carried:
+        said = f"{type(bench.config).__name__}.carries is {bench.config.carries}"
+        raise LawBroken(8, f"{said}, so trainer.bptt_segments would be misjudged: gradient of its parts says otherwise")
 
 
 def _live_tensors() -> tuple[int, int]:

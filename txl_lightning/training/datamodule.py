@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as L
@@ -12,6 +13,7 @@ from txl_lightning.data.lanes import LaneLoader, used_lanes
 from txl_lightning.data.order import units_of
 from txl_lightning.data.store import TokenData, check_training, prepare
 from txl_lightning.ranks import check_chunks
+from txl_lightning.types import Batch
 
 
 class TextDataModule(L.LightningDataModule):
@@ -117,3 +119,9 @@ class TextDataModule(L.LightningDataModule):
     def _ranks(self) -> tuple[int, int]:
         """This rank and how many there are."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+
+
+def one_by_one(loader: LaneLoader) -> Iterator[Batch]:
+    """The batches of a loader, also where it hands out several at a time (`eval.schedule`)."""
+    for read in loader:
+        yield from read if isinstance(read, list) else [read]
