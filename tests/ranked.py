@@ -94,10 +94,10 @@ def ruined(step: int) -> Iterator[None]:
     owner: Any = TransformerXLModule
     original, seen = owner._refuse_non_finite, []
 
-    def refuse(module: Any, losses_BT: Any, *rest: Any) -> None:
+    def refuse(module: Any, losses_BT: Any, chunk: Any) -> None:
         if module.trainer.global_step == step:
             seen.append(losses_BT)
-        original(module, losses_BT * (float("nan") if len(seen) == 2 else 1.0), *rest)
+        original(module, losses_BT * (float("nan") if len(seen) == 2 else 1.0), chunk)
 
     owner._refuse_non_finite = refuse
     try:

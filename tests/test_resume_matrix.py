@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranked import launch
+from tests.ranked import fitted, launch
 from tests.tiny import write_corpus
 from txl_lightning.checkpoints import read_checkpoint, zero
 
@@ -152,6 +152,13 @@ def test_ranks_resume_exactly(tmp_path: Path) -> None:
     """One case of DDP, of ZeRO 2 and of ZeRO 3; the whole matrix is slow."""
     cases = [case for case in matrix() if case[:2] in (("ddp", "compressive"), ("zero2", "cache"), ("zero3", "tokens"))]
     check_exact(cases, tmp_path, world=2)
+
+
+def test_ruin_comes_in_the_second_segment_of_its_step(tmp_path: Path) -> None:
+    """What the slow test below goes by."""
+    write_corpus(tmp_path / "corpus.txt", n_byte=N_BYTE)
+    keys = ["trainer.accumulate_grad_batches=2", f"run_dir={tmp_path / 'run'}"]
+    assert len(fitted(tmp_path, {"name": "run", "do": "fit", "overrides": keys, "ruin": 2})) == 2 * 2 + 1
 
 
 @pytest.mark.slow
