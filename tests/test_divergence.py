@@ -164,6 +164,28 @@ def test_a_skipped_step_leaves_nothing_behind(case: str, tmp_path: Path, monkeyp
     assert all(weight.isfinite().all() for weight in fitted.module.parameters())
 
 
+class Averages(L.Callback):
+    """The moving average in front of each batch."""
+
+    def __init__(self) -> None:
+        self.before: list[Any] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        self.before.append(copy.deepcopy(dict(pl_module._average[0]._average_model.state_dict())))
+
+
+def test_a_skipped_step_is_not_averaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at its end nor at the next segment, also where the run was stopped right behind it."""
+    poisoned(monkeypatch, {5: float("nan")})
+    keys = [*SKIP, "optim.ema=0.5", "trainer.accumulate_grad_batches=2", "trainer.max_steps=5"]
+    seen = Averages()
+    train(config_of(tmp_path, "run", *keys, "trainer.stop_at_step=3"), monkeypatch, seen)
+    train(config_of(tmp_path, "run", *keys), monkeypatch, seen, resume=True)
+    before = seen.before  # 2 segments a step; the third step is skipped
+    assert unequal(before[2], before[4]) != [] and unequal(before[6], before[8]) != []
+    assert unequal(before[4], before[6]) == [] and unequal(before[6], before[7]) == []
+
+
 def test_a_run_with_skipped_steps_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped right behind a skipped step, and before a spike that only the running mean of all steps calls one."""
     poisoned(monkeypatch, {4: float("nan"), 11: 3.0})

@@ -35,6 +35,12 @@ class MovingAverage(EMAWeightAveraging):
             self._device = trainer.strategy.root_device  # the module itself is moved there only after this
             super().setup(trainer, pl_module, stage)
 
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *rest: Any) -> None:
+        """Average after every update, but for those that the module left out."""
+        if getattr(pl_module, "left_out", False):
+            self._latest_update_step = trainer.global_step
+        super().on_train_batch_end(trainer, pl_module, *rest)
+
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the average to a validation inside training; outside the module holds it already."""
         if trainer.state.fn == TrainerFn.FITTING:

@@ -63,7 +63,7 @@ class TransformerXLModule(L.LightningModule):
         self._window: Window | None = None  # segments of the optimizer step under way
         self._sums: list[tuple[Tensor, Tensor]] = []  # loss and targets of what was read in it
         self._loss: float | None = None  # mean of that, if the guard looks at it
-        self._left_out = False  # the latest optimizer step
+        self.left_out = False  # the latest optimizer step
         self._schedule: LRScheduler | None = None
         self._average = [MovingAverage(config.optim.ema)] if config.optim.ema else []
         self._reported: dict[str, Tensor] = {}  # what the latest training step's memory said
@@ -315,7 +315,7 @@ class TransformerXLModule(L.LightningModule):
             kind = Diverged if norm.isfinite() else NonFiniteLoss
             raise kind(f"{why.removeprefix('the ')} at step {self.trainer.global_step}: {self._cure()}")
         self.guard.leave_out(why, step=self.trainer.global_step)
-        self._left_out = True
+        self.left_out = True
         for weight in self.parameters():
             weight.grad = None  # optimizers pass over such weights
 
@@ -324,9 +324,9 @@ class TransformerXLModule(L.LightningModule):
         before = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
-        self._left_out = False
+        self.left_out = False
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        if self._left_out:
+        if self.left_out:
             self.lanes.roll_back()
             for group, values in zip(optimizer.param_groups, before, strict=True):
                 for name in set(group) - {"params", *values}:
