@@ -73,6 +73,25 @@ def test_a_first_rank_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, capfd
     assert capfd.readouterr().err == "error: rank 2 ended with exit code 3 (its own report is above)\n"
 
 
+def test_a_rank_that_begins_when_the_first_one_is_gone_ends(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Killed while the rank still imports what it needs."""
+    monkeypatch.setattr(watch, "GRACE", 0.1)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setenv(watch.FIRST_RANK, str(gone.pid))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+
+    def waits() -> int:
+        with watching(ranks=2):
+            time.sleep(20)
+        return 0
+
+    assert os.waitstatus_to_exitcode(forked(waits)) == 1
+    assert capfd.readouterr().err == f"error: the first rank, process {gone.pid}, is gone\n"
+
+
 def test_after_a_failure_nobody_is_left_waiting(
     children: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -98,6 +117,7 @@ def test_what_a_rank_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     tell(raised(NonFiniteLoss("ruin")), "ruin", alone)
     assert capsys.readouterr().err == "error: ruin\n"
     monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("SLURM_PROCID", "0")  # that of the interactive job around all ranks
     monkeypatch.setenv(LAST_WORDS, str(tmp_path))
     tell(raised(NonFiniteLoss("ruin")), "ruin", alone)  # the first rank says it for all
     lost = raised(RuntimeError("[..] Connection closed by peer [127.0.0.1]:1234"))

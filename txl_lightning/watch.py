@@ -27,6 +27,9 @@ GRACE = 5.0  # seconds in which the others may notice by themselves that one is 
 LAST_WORDS = "TXL_LAST_WORDS"
 """Environment variable: a folder in which a rank that fails leaves one line about why."""
 
+FIRST_RANK = "TXL_FIRST_RANK"
+"""Environment variable: the process that started this rank, which may be gone before this one looks for its parent."""
+
 LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "timed out", "nccl")
 """What torch's backends say, in small letters, when another rank is gone or does not come."""
 
@@ -83,6 +86,8 @@ class RankWatch:
                     print(f"error: {self.first_dead()}", file=sys.stderr, flush=True)
                     for child in self._children:
                         child.kill()
+                    if self.folder is not None:
+                        shutil.rmtree(self.folder, ignore_errors=True)
                     os._exit(FAILED)
                 return
 
@@ -107,8 +112,9 @@ def watching(*, ranks: int) -> Iterator[RankWatch]:
         with _as_parent() as watch:
             yield watch
     else:
-        if LAST_WORDS in os.environ:  # lightning started it, from the first rank
-            threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True, name="parent-watch").start()
+        if FIRST_RANK in os.environ:  # lightning started it
+            ends = (os.getppid(), int(os.environ[FIRST_RANK]))
+            threading.Thread(target=_follow_parent, args=ends, daemon=True, name="parent-watch").start()
         yield RankWatch()
 
 
@@ -118,23 +124,37 @@ def _as_parent() -> Iterator[RankWatch]:
     theirs, folder = launcher._launch_process_observer, Path(tempfile.mkdtemp(prefix="txl_ranks_"))
     watch = RankWatch(folder)
     launcher._launch_process_observer = watch.begin
-    os.environ[LAST_WORDS] = str(folder)
+    os.environ |= {LAST_WORDS: str(folder), FIRST_RANK: str(os.getpid())}
     try:
         yield watch
     finally:
         watch.end(failed=False)
         launcher._launch_process_observer = theirs
-        os.environ.pop(LAST_WORDS, None)
+        for name in (LAST_WORDS, FIRST_RANK):
+            os.environ.pop(name, None)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _follow_parent(parent: int) -> None:
-    """End when the first rank is gone: a collective might wait for it until its timeout."""
-    while os.getppid() == parent:
+def _follow_parent(parent: int, first: int) -> None:
+    """End when the first rank is gone: a collective might wait for it until its timeout.
+
+    Args:
+        parent: of this process when it began to look. If the first rank was gone by then it is another one.
+        first: process of the first rank.
+    """
+    while os.getppid() == parent and _is_there(first):
         time.sleep(0.5)
     time.sleep(GRACE)
-    print(f"error: the first rank, process {parent}, is gone", file=sys.stderr, flush=True)
+    print(f"error: the first rank, process {first}, is gone", file=sys.stderr, flush=True)
     os._exit(FAILED)
+
+
+def _is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def tell(error: BaseException, said: str | None, watch: RankWatch) -> None:
@@ -151,7 +171,8 @@ def tell(error: BaseException, said: str | None, watch: RankWatch) -> None:
         if is_first_rank():
             print(f"error: {said}", file=sys.stderr, flush=True)
         return
-    rank = next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if os.environ.get(name)), None)
+    # ranks that lightning starts inside an interactive job of SLURM's all have that one's SLURM_PROCID
+    rank = next((os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if os.environ.get(name)), None)
     _leave_words(error, rank)
     dead = watch.first_dead(within=2.0) if said is None else None
     found, prefix = dead or said or _lost(error, rank), "" if rank is None or dead else f"rank {rank}: "
