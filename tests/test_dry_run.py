@@ -13,11 +13,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.tiny import tiny_config
+from txl_lightning import TextDataModule, TransformerXLModule
 from txl_lightning.commands import dry_run
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.training.footprint import LiveBytes, footprint, tail_counts
 from txl_lightning.training.optim import build_optimizer
+from txl_lightning.training.trainer import build_trainer
 from txl_lightning.training.zero import held_by_rank
 from txl_lightning.types import State, detach, n_byte
 
@@ -116,6 +118,25 @@ def test_lanes_in_chunks_need_the_activations_of_one(tmp_path: Path) -> None:
     parts = footprint(config, targets_BT, **keys, chunks=4)
     assert parts.state_bytes == whole.state_bytes
     assert parts.activation_bytes == one.activation_bytes + 3 * one.state_bytes < whole.activation_bytes
+
+
+class States(L.Callback):
+    """Bytes of memory that a step holds at its last backward pass."""
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: Any) -> None:
+        lanes = pl_module.lanes
+        held = [lanes._marked[0], lanes.current("train") or {}, lanes._proposed["train"][0]]
+        self.n_byte = sum({t.untyped_storage().data_ptr(): t.nbytes for state in held for t in state.values()}.values())
+
+
+def test_a_step_of_several_batches_keeps_the_memory_before_it(tmp_path: Path) -> None:
+    more = {}
+    for count in (1, 2):
+        config = tiny_config(tmp_path, f"trainer.accumulate_grad_batches={count}", "trainer.max_steps=2")
+        found, seen = dry_run.needs(config), States()
+        build_trainer(config, callbacks=[seen]).fit(TransformerXLModule(config), TextDataModule(config))
+        more[count] = (found.activation_bytes, seen.n_byte, found.state_bytes)
+    assert more[2][0] - more[1][0] == more[2][1] - more[1][1] == more[1][2] > 0
 
 
 def test_live_bytes_follow_storages_not_views() -> None:

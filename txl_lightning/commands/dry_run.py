@@ -59,6 +59,8 @@ def needs(config: Config) -> Needs:
     step = footprint(
         config, targets_BT, precision=precision, kind=kind, chunks=keys.lane_chunks, state_stays=not elsewhere
     )
+    # before the segment and after it, and of a step over several batches before the first
+    copies = 3 if keys.accumulate_grad_batches > keys.bptt_segments else 2
     held = _held(config, step, ranks=ranks, kind=kind, precision=precision)
     segments = segments_per_epoch(config, survey(config.data))
     alone = min(keys.accumulate_from_step, keys.max_steps)
@@ -69,7 +71,7 @@ def needs(config: Config) -> Needs:
         parameter_bytes=held.parameter_bytes,
         gradient_bytes=held.gradient_bytes,
         optimizer_bytes=held.optimizer_bytes,
-        host_bytes=held.host_bytes + (2 * step.state_bytes if elsewhere else 0),
+        host_bytes=held.host_bytes + (copies * step.state_bytes if elsewhere else 0),
         state_bytes=step.state_bytes,
         state_share=1 / keys.lane_chunks if elsewhere else 1.0,
         activation_bytes=step.activation_bytes,

@@ -28,7 +28,7 @@ class Footprint:
         parameter_bytes: of the weights that are trained.
         state_bytes: memory of the rank's lanes.
         activation_bytes: at the highest point of forward and backward pass, all that is there beside the weights,
-            their gradients and the memory before the step.
+            their gradients and the memory before the segment.
     """
 
     parameters: int
@@ -53,6 +53,8 @@ def footprint(
     targets_BT = targets_BT[: len(targets_BT) // chunks]
     device = torch.device(kind if kind == "cuda" else "cpu")
     window = config.trainer.bptt_segments
+    # a step over several batches can be taken back, to the memory before its first one
+    kept = chunks if config.trainer.accumulate_grad_batches > window else 0
     live = LiveBytes(tail_counts(config, targets_BT) * window)
     with FakeTensorMode(), device, _default_dtype(torch.bfloat16 if precision == "bf16-true" else torch.float32):
         model = TransformerXL(config).train()
@@ -69,7 +71,7 @@ def footprint(
         parameter_bytes=sum(weight.numel() * weight.element_size() for weight in weights),
         state_bytes=n_byte(state) * chunks,
         # with the new memory of the chunks that were read
-        activation_bytes=live.peak + n_byte(state) * (chunks - 1 if state_stays else 0),
+        activation_bytes=live.peak + n_byte(state) * (chunks - 1 + kept if state_stays else 0),
     )
 
 
