@@ -99,7 +99,11 @@ def test_ranks_write_their_own_lanes(
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("nothing_is_gathered")
-def test_ranks_that_are_killed_or_cannot_write(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_ranks_that_are_killed_or_cannot_write(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """Killed when their lanes are written and the checkpoint is not; and one alone finds no room: no rank waits."""
     keys = [*KEYS, *of(2), "trainer.save_every_steps=2"]
     fit(*typed("run_dir=whole", *keys), ranks=2)
@@ -123,8 +127,12 @@ def test_ranks_that_are_killed_or_cannot_write(here: Path, monkeypatch: pytest.M
     folder = here / "run" / "checkpoints"
     assert len(list((folder / "lanes").iterdir())) > len(listed(here / "run")) > 0
     monkeypatch.setattr(lane_files, "write", full)
+    capfd.readouterr()
     on_ranks(2, lambda: 0 if cli.main(typed("run_dir=run", *keys, "resume=auto")) == 1 else 1)
     assert torch.load(folder / "last.ckpt")["global_step"] == 2
+    said = capfd.readouterr().err
+    assert "Traceback" not in said and "rank 1 could not write its lanes: No space left on device" in said
+    assert {path.name for path in (folder / "lanes").iterdir()} == listed(here / "run")  # what rank 0 wrote is gone
     monkeypatch.setattr(lane_files, "write", original)
     fit(*typed("run_dir=run", *keys, "resume=auto"), ranks=2)
     assert [unequal(*pair) for pair in zip(saved(here / "run"), saved(here / "whole"), strict=True)] == [[], []]

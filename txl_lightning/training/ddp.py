@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 from txl_lightning.checkpoints import lane_files
+from txl_lightning.training.trouble import NotWritten
 from txl_lightning.types import State
 
 
@@ -23,7 +25,7 @@ class LanesDDP(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _write_lanes(self, own: State, folder: Path) -> list[dict[str, Any]]:
-        """The list of all ranks' files, when all are on disk. Raises OSError on all ranks: one could not write."""
+        """The list of all ranks' files, when all are on disk. Raises NotWritten on all ranks: one could not write."""
         name = self.broadcast(uuid.uuid4().hex[:12])
         try:
             written: Any = lane_files.write(own, folder, name=name, rank=self.global_rank)
@@ -34,7 +36,10 @@ class LanesDDP(DDPStrategy):
         unseen = [f"{each['file']} is not seen by rank 0" for each in found if not _is_seen(each, folder)]
         faults = [each for each in found if isinstance(each, str)] + self.broadcast(unseen)
         if faults:
-            raise OSError(f"{faults[0]}; checkpoints need a folder that all ranks share and room for them")
+            if self.is_global_zero:  # what the others wrote takes room that may be short
+                shutil.rmtree(folder / lane_files.LANES / name, ignore_errors=True)
+            rule = f"the lanes' memory cannot be kept in {folder}: {faults[0]}; what was there before is whole"
+            raise NotWritten(f"{rule}; checkpoints need a folder that all ranks share and room for them")
         return found
 
 
