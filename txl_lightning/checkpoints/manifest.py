@@ -156,7 +156,7 @@ def sha256_of(file: Path) -> str:
     return _sha256_of(file, (found.st_ino, found.st_size, found.st_mtime_ns))
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=4096)  # a folder has two files and more of each rank
 def _sha256_of(file: Path, state: tuple[int, int, int]) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as opened:
