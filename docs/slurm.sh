@@ -4,8 +4,8 @@
 #   sbatch docs/slurm.sh experiment=enwik8_base data.path=enwik8.zip run_dir=runs/mine
 #
 # Everything after the script's name is given to `txl fit`; run_dir must be among it, on a file system that all machines
-# share, because the job goes on in it. Set the sizes below to those of your cluster, and --account or --partition if it
-# asks for them.
+# share, because the job goes on in it. strategy=ddp unless another one is given. Set the sizes below to those of your
+# cluster, and --account or --partition if it asks for them.
 #
 # SLURM sends SIGUSR1 to every rank 300 s before the time limit (--signal; it must be longer than a step and the writing
 # of a checkpoint), and SIGTERM at a preemption. txl then finishes the step, saves and ends with exit code 75. This
@@ -32,8 +32,7 @@ esac
 
 # srun starts one rank per task; Lightning reads from SLURM's variables which one it is and where the first one listens.
 # --wait: once a rank has ended the others have two minutes, then srun ends them
-srun --wait=120 txl fit "$@" resume=auto \
-  strategy=ddp \
+srun --wait=120 txl fit strategy=ddp "$@" resume=auto \
   trainer.num_nodes="$SLURM_JOB_NUM_NODES" \
   trainer.devices="${SLURM_NTASKS_PER_NODE:-1}" &
 ranks=$!

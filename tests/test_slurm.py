@@ -15,6 +15,7 @@ import pytest
 from tests.test_resume import N_BYTE, saved, typed, unequal
 from tests.test_stopping import SENDER
 from tests.tiny import write_corpus
+from txl_lightning.config import load
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "docs" / "slurm.sh"
@@ -60,8 +61,15 @@ def test_it_goes_back_into_the_queue_only_after_saving(code: int, back: list[str
     done = submit("experiment=mine", "run_dir=a folder")
     assert done.returncode == code and requeued() == back
     asked = Path("asked").read_text().strip()
-    assert asked.endswith("txl fit experiment=mine run_dir=a folder resume=auto strategy=ddp "
+    assert asked.endswith("txl fit strategy=ddp experiment=mine run_dir=a folder resume=auto "
                           "trainer.num_nodes=1 trainer.devices=2")  # fmt: skip
+
+
+def test_a_strategy_that_is_given_stands(cluster: Path) -> None:
+    stand_in(cluster, "txl", "exit 0")
+    assert submit("strategy=deepspeed_zero2", "run_dir=x").returncode == 0
+    typed = Path("asked").read_text().split(" fit ")[1].split()
+    assert load([item for item in typed if item.startswith("strategy=")]).strategy.title == "deepspeed_zero2"
 
 
 def test_without_a_folder_it_does_not_begin(cluster: Path) -> None:
