@@ -121,6 +121,10 @@ def test_a_folder_that_may_not_be_written_to_is_refused_before_anything(
         said = told(capfd)
         assert "is read-only or belongs to somebody else; get the right to write there, or name another folder" in said
         assert said.startswith("error: run_dir=")
+    (here / "run" / "checkpoints" / "last.ckpt").chmod(0)
+    for arguments in (["eval", "ckpt=run"], ["fit", "resume=run"]):
+        assert os.waitstatus_to_exitcode(forked(unprivileged(*arguments))) == 2
+        assert "last.ckpt may not be read; get the right to read it" in told(capfd)
     assert before == sorted(path for path in here.rglob("*") if not path.name.startswith("."))
 
 

@@ -53,13 +53,18 @@ def read_checkpoint(path: str, *, key: str = "ckpt", weights: bool = True) -> di
             which takes time. A folder's optimizer state is left out.
 
     Raises:
-        ConfigError: it is missing, damaged, or not one of ours.
+        ConfigError: it is missing, damaged, not one of ours, or may not be read.
     """
     file = checkpoint_file(path, key=key)
-    if manifest.is_damaged(file):
-        raise ConfigError(key, path, f"{file.name} is damaged: {MISMATCH}", _cure(file, key=key))
     try:
+        if manifest.is_damaged(file):
+            raise ConfigError(key, path, f"{file.name} is damaged: {MISMATCH}", _cure(file, key=key))
         saved = _read_folder(file, weights=weights) if file.is_dir() else _read_file(file, weights=weights)
+    except ConfigError:
+        raise
+    except PermissionError as error:
+        cure = "get the right to read it"
+        raise ConfigError(key, path, f"{error.filename or file} may not be read", cure) from error
     except Exception as error:  # on garbage the restricted unpickler fails in any way
         rule = f"{file.name} is damaged, or holds more than numbers and would run code on loading"
         trusted = "; if you know who made it, trust=true" if file.is_dir() else ""
