@@ -64,12 +64,6 @@ def command_module(command: str) -> ModuleType:
     return importlib.import_module(f"txl_lightning.commands.{name}")
 
 
-def trusts(typed: Sequence[Typed]) -> bool:
-    """Whether the user lets checkpoints run code."""
-    given = [item.text for item in typed if item.key == "trust"]
-    return bool(given) and given[-1].lower() == "true"
-
-
 def call(function: str, config: Config, options: Options, request: Request) -> None:
     """`check` or `run` of the request's command."""
     more = {"request": request} if COMMANDS[request.command].composes else {}
