@@ -94,7 +94,7 @@ def test_a_write_that_fails_leaves_the_old_file_whole(run: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(NotWritten, match="No space left"):
+    with pytest.raises(NotWritten, match=r"last\.ckpt cannot be written: No space left"):
         WholeFiles().save_checkpoint({}, last)
     assert last.read_bytes() == before
     assert sorted(path.name for path in last.parent.iterdir()) == names
