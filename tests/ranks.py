@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,12 +16,17 @@ import lightning.pytorch as L
 
 from txl_lightning.commands import fit as fit_command
 
+PATIENCE_S = 240
+"""Until a rank that hangs says where, and ends."""
+
 
 def start(work: Callable[[], int]) -> int:
     """Number of a child process that does the work and exits with what it returns."""
     child = os.fork()
     if child == 0:
         try:
+            faulthandler.register(signal.SIGALRM, file=2, chain=True)  # its own timer would wait for a lost thread
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE_S)
             os._exit(work())
         finally:
             os._exit(99)

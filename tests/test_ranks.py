@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import ranks as forks
 from tests.ranks import on_ranks, recording, trained_on
-from tests.test_resume import curve, rows, saved, typed, unequal
+from tests.test_resume import curve, forked, rows, saved, typed, unequal
 from tests.tiny import write_corpus
 from txl_lightning import TextDataModule, cli
 from txl_lightning.config import Config, load
@@ -165,3 +169,16 @@ def test_two_nodes_by_any_launcher(here: Path) -> None:
             torch.testing.assert_close(*values, rtol=1e-5, atol=0)
         one, two = (json.loads((here / found / "result.json").read_text()) for found in ("whole", run))
         assert two["tokens"] == one["tokens"]
+
+
+def test_a_rank_that_hangs_says_where_and_ends(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(forks, "PATIENCE_S", 0.2)
+
+    def hangs() -> int:
+        time.sleep(30)
+        return 0
+
+    assert os.waitstatus_to_exitcode(forked(hangs)) == -signal.SIGALRM
+    assert "in hangs" in capfd.readouterr().err
