@@ -78,7 +78,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {"expire": {"both_losses": ("span.weight"
 TOGETHER: dict[str, tuple[str, ...]] = {"titans": ("variant", "gradient")}
 """Options that are one factor, because most of their combinations are refused."""
 
-LEFT_OUT = {"name", "reset"}  # reset is the trainer's, who starts lanes anew
+LEFT_OUT = {"name", "reset", "offload"}  # the last two are the trainer's: where lanes start anew, where memory waits
 ALONE = {"tokens": {"read_slots"}}  # has an effect in a mix only
 
 
