@@ -449,7 +449,7 @@ TINY = [
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("sweep", [False, True])
+@pytest.mark.parametrize("sweep", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_ranks_train_from_the_command_line(sweep: bool, tmp_path: Path) -> None:
     corpus = tmp_path / "a b='c'.txt"
     corpus.write_text("to read a text segment by segment, carrying a memory along. " * 20)

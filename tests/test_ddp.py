@@ -61,6 +61,7 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
         torch.testing.assert_close(two[key], one[key], rtol=1e-3, atol=1e-4)  # all lanes, in global order
 
 
+@pytest.mark.slow
 def test_two_ranks_work_in_a_sweep(tmp_path: Path) -> None:
     fit(tmp_path, "-m", "seed=1,2", "trainer.max_steps=3", "run_dir=sweep", *TWO)
     assert [result(tmp_path / "sweep" / number)["steps"] for number in "01"] == [3, 3]

@@ -160,7 +160,11 @@ sys.exit(cli.main())
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("raise", ["error: rank 1 died of RuntimeError: rank 1 broke (its own report is above)", "Traceback"]),
+        pytest.param(
+            "raise",
+            ["error: rank 1 died of RuntimeError: rank 1 broke (its own report is above)", "Traceback"],
+            marks=pytest.mark.slow,
+        ),
         ("kill", ["error: rank 1 was killed by SIGKILL"]),
     ],
 )
