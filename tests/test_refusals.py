@@ -97,6 +97,7 @@ WRONG_TYPES = [
 ]
 
 IDLE_KEYS = [
+    ("fit trainer.max_skipped_steps=3", "trainer.max_skipped_steps=3: trainer.on_divergence=stop skips no step; "),
     (
         "fit model.max_distance=9",
         "model.max_distance=9: model.position=transformer_xl has no learned rows; leave it out",

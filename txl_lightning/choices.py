@@ -120,6 +120,11 @@ IDLE: dict[str, tuple[Callable[[Mapping[str, Any]], Any], str, str]] = {
         "model.div_val=1 makes all clusters equally wide",
         "leave it out, or set model.div_val",
     ),
+    "trainer.max_skipped_steps": (
+        lambda values: values["trainer"]["on_divergence"] != "skip",
+        "trainer.on_divergence={trainer[on_divergence]} skips no step",
+        "leave it out, or set trainer.on_divergence=skip",
+    ),
     "optim.betas": (_reads_no_averages, "optim={optim[name]} has none", "leave it out, or choose optim=adamw"),
     "optim.eps": (
         lambda values: values["optim"]["name"] in ("sgd", "adafactor", "lion"),
