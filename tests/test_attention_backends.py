@@ -20,7 +20,7 @@ import interpreter
 import pytest
 import torch
 from tiny import tiny_config
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -357,7 +357,7 @@ def test_the_operator_is_registered_as_torch_wants_it() -> None:
     r, u = drawn(1, 6, 4, seed=3).float().requires_grad_(), drawn(1, 4, seed=4).float().requires_grad_()
     bias = drawn(1, 1, 1, 2, seed=5).float().requires_grad_()
     args = (q, k, v, r, u, None, bias, *[None] * 6, 2, 5, None, None, 0.5, 0.0, True)
-    torch.library.opcheck(relative._attention, args)
+    library.opcheck(relative._attention, args)
 
 
 def test_compiled_and_checkpointed_models_take_the_kernels_as_they_are() -> None:

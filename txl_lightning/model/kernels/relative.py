@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from txl_lightning.model.kernels.launch import Numbers, Operands, backward, forward
 
@@ -16,7 +16,7 @@ _NUMBERS = "int n_slot, int first, int? slot_limit, int? own_limit, float scale,
 _N_OPERAND, _N_GRADIENT = len(Operands._fields), 7
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "txl_lightning::relative_attention", mutates_args=(), schema=f"({_OPERANDS}, {_NUMBERS}) -> (Tensor, Tensor)"
 )
 def _attention(*args: Any) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ def _(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((batch * n_head, n_token), dtype=torch.float32)
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "txl_lightning::relative_attention_backward",
     mutates_args=(),
     schema=f"(Tensor grad, Tensor out, Tensor lse, bool bias_wanted, {_OPERANDS}, {_NUMBERS}) -> Tensor[]",
