@@ -11,7 +11,8 @@ import torch
 from txl_lightning import registry
 from txl_lightning.build import document_end
 from txl_lightning.config import ConfigError, Section, key
-from txl_lightning.generation import SamplingRule, Session
+from txl_lightning.generation import Session
+from txl_lightning.sampling import SamplingRule
 from txl_lightning.training.datamodule import TextDataModule
 
 

@@ -456,7 +456,7 @@ def test_the_compiled_formula_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:.torch.jit.script_method. is deprecated")
 def test_what_the_compiler_makes_of_it_is_right() -> None:
     attention_module._compiled.cache_clear()
     for dtype, tolerance in ((torch.float32, 3e-6), (torch.bfloat16, 0.1)):

@@ -120,3 +120,106 @@ def test_prompts_that_cannot_be_read_are_refused(
         (tmp_path / "prompts").write_text(content)
     assert sample(ckpt, f"prompts={tmp_path / 'prompts'}", f"out={tmp_path / 'out'}") == 2
     assert rule in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_samples_stop_strings_and_log_probs_of_many_prompts(ckpt: str, tmp_path: Path) -> None:
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "Once"}\n{"prompt": "No"}\n')
+    assert sample(ckpt, f"prompts={source}", f"out={out}", "samples=2", "log_probs=true", "stop=[e,'\xc3']") == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["prompt"], line["sample"]) for line in lines] == [("Once", 0), ("Once", 1), ("No", 0), ("No", 1)]
+    assert lines[0]["text"] != lines[1]["text"] and lines[0]["prompt_log_probs"] == lines[1]["prompt_log_probs"]
+    for line in lines:
+        assert "e" not in line["text"] and len(line["tokens"]) == len(line["log_probs"]) <= 40
+        assert len(line["prompt_tokens"]) == len(line["prompt_log_probs"]) + 1 and max(line["log_probs"]) < 0
+    assert sample(ckpt, f"prompts={source}", f"out={out}", "tokens=0", "log_probs=true") == 0
+    scored = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["text"] for line in scored] == ["", ""]
+    assert scored[1]["prompt_log_probs"] == pytest.approx(lines[2]["prompt_log_probs"], abs=1e-5)
+
+
+def test_one_prompt_several_times(ckpt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sample(ckpt, "prompt=Once", "samples=2", "seed=3") == 0
+    both = capsys.readouterr().out
+    for seed, title in ((3, "--- 1 of 2\n"), (4, "--- 2 of 2\n")):
+        assert sample(ckpt, "prompt=Once", f"seed={seed}") == 0
+        assert title + capsys.readouterr().out in both
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("prompt=a log_probs=true", "log_probs=true: only prompts=FILE writes them"),
+        ("prompt=a tokens=0", "tokens=0: must be >= 1; 0 scores prompts"),
+        ("prompt=a stop=", "stop=: an empty text ends everything"),
+        ("prompt=a interactive=true", "interactive=true: prompt is given as well"),
+        ("interactive=true samples=2", "samples=2: one conversation"),
+        ("prompt=a repetition_penalty=0.5", "repetition_penalty=0.5: must be >= 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    typed: str, message: str, ckpt: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sample(ckpt, *typed.split()) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def talk(ckpt: str, lines: list[str], *arguments: str) -> int:
+    """A conversation in which these lines are typed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return sample(ckpt, "interactive=true", *arguments)
+
+
+def test_a_conversation_keeps_its_memory_until_it_is_reset(
+    ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "here"
+    lines = [
+        "Once",
+        f":save {saved}",
+        "more",
+        ":memory",
+        ":reset",
+        ":memory",
+        f":load {saved}",
+        "more",
+        ":nonsense",
+        "",
+    ]
+    assert talk(ckpt, [*lines, ":quit", "never"], "temperature=0") == 0
+    said = capsys.readouterr().out.split("\n")
+    assert said[2] == f"saved; go on with :load {saved}"
+    first, again = said[3], said[said.index("44 tokens are remembered") + 1]
+    assert first == again and first
+    assert any(line.startswith("88 tokens read") for line in said) and any(line.startswith("0 tokens") for line in said)
+    assert any(line.endswith("% full") for line in said)
+    assert any(line.startswith("no such command; :reset") for line in said)
+
+
+def test_what_a_conversation_cannot_load_ends_nothing(
+    ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"weights": "others"}, tmp_path / "other")
+    (tmp_path / "bad").write_bytes(b"no checkpoint")
+    files = ["nowhere", "bad", "other"]
+    assert talk(ckpt, ["", *(f":load {tmp_path / name}" for name in files), f":save {tmp_path}/no/file", ":help"]) == 0
+    said = capsys.readouterr().out.split("\n")
+    assert sum(line.startswith("cannot be loaded: ") for line in said) == 3
+    assert "cannot be loaded: it was saved with other weights" in said
+    assert sum(line.startswith("cannot be written: ") for line in said) == 1
+    assert any(line.startswith(":load FILE") for line in said)
+
+
+def test_ctrl_c_cuts_what_is_being_said_short(
+    ckpt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from txl_lightning.commands import talk as module
+
+    def interrupted(*_: object, **__: object) -> object:
+        yield "begun"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "said", interrupted)
+    assert talk(ckpt, ["Once", ":memory"]) == 0
+    assert "begun\n4 tokens read" in capsys.readouterr().out

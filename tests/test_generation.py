@@ -18,8 +18,9 @@ from txl_lightning import TransformerXL, registry
 from txl_lightning.config import Config
 from txl_lightning.data.lanes import LaneLoader
 from txl_lightning.data.vocab import ByteVocab
-from txl_lightning.generation import SamplingRule, Session
+from txl_lightning.generation import Session
 from txl_lightning.model.decoding import steppable
+from txl_lightning.sampling import SamplingRule
 
 T = 8
 CACHE = {"name": "cache", "mem_len": 13}
@@ -184,6 +185,66 @@ def test_text_is_read_and_written_over_several_calls(base: dict[str, Any]) -> No
     several.feed(["Once upon a time", "No"])
     texts = several.generate(5, rule=greedy)
     assert texts[0] == "".join(first)[: len(texts[0])] and len(texts) == 2
+
+
+@pytest.mark.parametrize("name", ["cache", "tokens", "mac", "reference"])
+def test_scores_are_those_of_evaluation_in_any_pieces(name: str, base: dict[str, Any]) -> None:
+    model = built(base, *STRATEGIES[name])
+    texts = [torch.randint(0, 257, (size,)).tolist() for size in (30, 11, 1)]
+    session, found = Session(model, lanes=3), [[], [], []]
+    for start, end in ((0, 1), (1, 5), (5, 21), (21, 22), (22, 30)):
+        for own, new in zip(found, session.score([text[start:end] for text in texts]), strict=True):
+            own += new
+    for own, text in zip(found, texts, strict=True):
+        after = teacher_forced(model, text).detach()
+        wanted = [float(after[place, token]) for place, token in enumerate(text[1:])]
+        assert own == pytest.approx(wanted, abs=2e-5)
+
+
+@pytest.mark.parametrize("name", ["cache", "tokens", "mac", "mix"])
+def test_a_session_goes_on_where_another_stood(name: str, base: dict[str, Any]) -> None:
+    model = built(base, *STRATEGIES[name])
+    prompts = [torch.randint(0, 257, (size,)).tolist() for size in (21, 3)]
+    session, other = Session(model, lanes=2), Session(model, lanes=2)
+    session.feed(prompts)
+    stand = session.stand()
+    rule, seeds = SamplingRule(repetition_penalty=1.5), lambda: [torch.Generator().manual_seed(lane) for lane in (4, 5)]
+    first = session.draw(14, rule=rule, generators=seeds())
+    other.feed([[7], [8]])
+    other.take_up(stand)
+    assert other.n_read == [21, 3]
+    again = other.draw(14, rule=rule, generators=seeds())
+    for one, two in zip(first, again, strict=True):
+        assert [choice.token for choice in one] == [choice.token for choice in two]
+        assert [c.log_prob for c in one] == pytest.approx([c.log_prob for c in two], abs=2e-5)
+
+
+def test_what_another_session_cannot_go_on_from_is_refused(base: dict[str, Any]) -> None:
+    stand = Session(built(base, *STRATEGIES["cache"])).stand()
+    with pytest.raises(ValueError, match=r"another one: layers\.0\.cache"):
+        Session(built(base, *STRATEGIES["short"])).take_up(stand)
+    model = built(base, *STRATEGIES["cache"])
+    with pytest.raises(ValueError, match="segment_len was 8 there and is 4 here"):
+        Session(model, segment_len=4).take_up(stand)
+    with pytest.raises(ValueError, match="1 lanes there and are 2 here"):
+        Session(model, lanes=2).take_up(stand)
+
+
+def test_lanes_stop_where_they_would_alone(base: dict[str, Any]) -> None:
+    model = built(base, *STRATEGIES["cache"])
+    vocab, rule = ByteVocab(), SamplingRule(temperature=2.0)
+    prompts, stops = [[1, 2], [3], [4, 5, 6]], ["a", "k"]
+    together = Session(model, lanes=3, vocab=vocab)
+    together.feed(prompts)
+    drawn = together.draw(120, rule=rule, generators=[torch.Generator().manual_seed(i) for i in range(3)], stop=stops)
+    for lane, prompt in enumerate(prompts):
+        session = Session(model, vocab=vocab)
+        session.feed(prompt)
+        text = session.generate(120, rule=rule, seed=lane, stop=stops)
+        whole = vocab.decode([choice.token for choice in drawn[lane]])
+        assert not isinstance(text, list) and whole[: len(text)] == text and whole[len(text) :] in ("", "a", "k")
+        assert together.n_read[lane] == len(prompt) + len(drawn[lane]) == session.n_read[0]
+    assert min(map(len, drawn)) < 120
 
 
 def test_what_a_session_cannot_read_is_refused(base: dict[str, Any]) -> None:

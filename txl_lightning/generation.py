@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import overload
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -14,7 +15,11 @@ from txl_lightning.data.vocab import Vocab, from_dict
 from txl_lightning.model import decoding
 from txl_lightning.model.tables import Tables
 from txl_lightning.model.transformer import TransformerXL
+from txl_lightning.sampling import Choice, SamplingRule, cut, has_stopped
 from txl_lightning.types import Segment, lane_where
+
+REMEMBERED = 4096
+"""Tokens of each lane that a repetition penalty can look back."""
 
 
 class Session:
@@ -57,13 +62,21 @@ class Session:
         self.model, self.separator, self.lanes = model, separator, lanes
         self.segment_len = segment_len if segment_len is not None else model.run_config.data.segment_len
         self.tables = Tables()
-        self.state = model.init_state(lanes, form="projected")
-        self.pending: list[list[int]] = [[] for _ in range(lanes)]  # tokens of the segments under way
-        self.before: list[int | None] = [None] * lanes  # the tokens before them
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything that was read."""
+        self.state = self.model.init_state(self.lanes, form="projected")
+        self.pending: list[list[int]] = [[] for _ in range(self.lanes)]  # tokens of the segments under way
+        self.before: list[int | None] = [None] * self.lanes  # the tokens before them
+        self.recent: list[deque[int]] = [deque(maxlen=REMEMBERED) for _ in range(self.lanes)]  # those read lately
+        self.n_read = [0] * self.lanes
         self.log_probs_BV: Tensor | None = None  # of the next tokens; None before the first
         self.partial: decoding.Partial | None = None  # buffers of the segments under way
-        if decoding.steppable(model, documents=self.reset == "document"):
-            self.partial = model.begin(self.state, segment_len=self.segment_len, tables=self.tables, reset=self.reset)
+        if decoding.steppable(self.model, documents=self.reset == "document"):
+            self.partial = self.model.begin(
+                self.state, segment_len=self.segment_len, tables=self.tables, reset=self.reset
+            )
 
     @property
     def log_probs_V(self) -> Tensor | None:
@@ -81,14 +94,39 @@ class Session:
         """
         self._feed(self._per_lane(text))
 
+    def score(self, text: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]) -> list[list[float]]:
+        """Read on and say how likely it was: for each lane the log-probability, in nats, of each token it read.
+
+        Nothing is said of the very first token of a lane, which nothing came before: its list is one shorter. Arguments
+        and errors are those of `feed`.
+        """
+        found: list[list[float]] = [[] for _ in range(self.lanes)]
+        self._feed(self._per_lane(text), found)
+        return found
+
     @torch.inference_mode()
-    def _feed(self, rest: list[list[int]]) -> None:
+    def _feed(self, rest: list[list[int]], found: list[list[float]] | None = None) -> None:
         while any(rest):
             new = [tokens[: self.segment_len - len(read)] for tokens, read in zip(rest, self.pending, strict=True)]
             one_by_one = self.partial is not None and max(map(len, new)) == 1
-            hidden_BD = self._step(new) if one_by_one else self._read(new)
+            hidden_BTD = self._step(new)[:, None] if one_by_one else self._read(new)
+            first = [0 if one_by_one else len(read) for read in self.pending]  # where the new tokens are in it
+            if found is not None:
+                self._judge(new, hidden_BTD, first, found)
+            last = [max(start + len(tokens) - 1, 0) for start, tokens in zip(first, new, strict=True)]
+            hidden_BD = hidden_BTD[torch.arange(self.lanes), torch.tensor(last)]
             self._take(new, self.model.log_probs(hidden_BD[:, None])[:, 0])
             rest = [tokens[len(taken) :] for tokens, taken in zip(rest, new, strict=True)]
+
+    def _judge(self, new: list[list[int]], hidden_BTD: Tensor, first: list[int], found: list[list[float]]) -> None:
+        """Add the log-probabilities of new tokens, whose hidden states begin at `first`."""
+        for lane, tokens in enumerate(new):
+            if tokens and self.log_probs_BV is not None and self.n_read[lane]:
+                found[lane].append(float(self.log_probs_BV[lane, tokens[0]]))
+            if len(tokens) > 1:
+                before = hidden_BTD[lane : lane + 1, first[lane] : first[lane] + len(tokens) - 1]
+                targets = torch.tensor([tokens[1:]], device=before.device)
+                found[lane] += (-self.model.softmax.losses(before, targets))[0].tolist()
 
     @overload
     def sample(self, n_token: int, *, rule: SamplingRule, generator: torch.Generator) -> Iterator[int]: ...
@@ -108,11 +146,36 @@ class Session:
         """
         if isinstance(generator, torch.Generator):
             assert self.lanes == 1, "several lanes need a generator each"
-            return (tokens[0] for tokens in self._sample(n_token, rule, [generator]))
-        return self._sample(n_token, rule, list(generator))
+            return (choices[0].token for choices in self._draw(n_token, rule, [generator]))
+        return ([choice.token for choice in choices] for choices in self._draw(n_token, rule, list(generator)))
+
+    def draw(
+        self, n_token: int, *, rule: SamplingRule, generators: Sequence[torch.Generator], stop: Sequence[str] = ()
+    ) -> list[list[Choice]]:
+        """For each lane what it chose and read: n_token tokens, or fewer if a stop string came.
+
+        Args:
+            n_token: how many at most.
+            rule: how they are chosen.
+            generators: one for each lane.
+            stop: a lane reads no more when one of these is in what it said; needs a vocabulary.
+        """
+        said: list[list[Choice]] = [[] for _ in range(self.lanes)]
+
+        def ended(lane: int) -> bool:
+            assert self.vocab is not None, "stop strings need a vocabulary"
+            return has_stopped([choice.token for choice in said[lane]], vocab=self.vocab, stops=stop)
+
+        over = [False] * self.lanes
+        for choices in self._draw(n_token, rule, list(generators), over):
+            for lane, choice in enumerate(choices):
+                if not over[lane]:
+                    said[lane].append(choice)
+                    over[lane] = bool(stop) and ended(lane)
+        return said
 
     def generate(
-        self, n_token: int, *, rule: SamplingRule | None = None, seed: int = 0
+        self, n_token: int, *, rule: SamplingRule | None = None, seed: int = 0, stop: Sequence[str] = ()
     ) -> str | list[int] | list[str] | list[list[int]]:
         """Choose and read n_token tokens of each lane.
 
@@ -120,27 +183,87 @@ class Session:
             n_token: how many.
             rule: how they are chosen; by default each with the probability that the model gives it.
             seed: of the choice, the same for every lane.
+            stop: a lane says no more when one of these strings comes, and its text ends before it; needs a vocabulary.
 
         Returns:
             Their text where there is a vocabulary, else the tokens; with several lanes a list with one entry for each.
         """
         generators = [torch.Generator().manual_seed(seed) for _ in range(self.lanes)]
-        drawn = list(self._sample(n_token, rule if rule is not None else SamplingRule(), generators))
-        by_lane = [[tokens[lane] for tokens in drawn] for lane in range(self.lanes)]
+        drawn = self.draw(n_token, rule=rule or SamplingRule(), generators=generators, stop=stop)
+        by_lane = [[choice.token for choice in own] for own in drawn]
         if self.vocab is None:
             return by_lane[0] if self.lanes == 1 else by_lane
-        texts = [self.vocab.decode(np.array(tokens)) for tokens in by_lane]
+        texts = [cut(self.vocab.decode(np.array(tokens, dtype=np.int64)), stop) for tokens in by_lane]
         return texts[0] if self.lanes == 1 else texts
 
-    def _sample(self, n_token: int, rule: SamplingRule, generators: list[torch.Generator]) -> Iterator[list[int]]:
-        assert self.log_probs_BV is not None, "feed a prompt first"
-        prompted = [bool(read) or before is not None for read, before in zip(self.pending, self.before, strict=True)]
-        assert all(prompted), "every lane needs a prompt"
+    def _draw(
+        self, n_token: int, rule: SamplingRule, generators: list[torch.Generator], over: list[bool] | None = None
+    ) -> Iterator[list[Choice]]:
+        """What each lane chose, token by token, until all lanes are `over`, which then choose without being heard."""
+        assert self.log_probs_BV is not None and all(self.n_read), "every lane needs a prompt"
+        over = over if over is not None else [False] * self.lanes
         for _ in range(n_token):
+            if all(over):
+                return
             scores_BV = self.log_probs_BV.cpu()  # one copy for all lanes
-            chosen = [rule.choose(scores, own) for scores, own in zip(scores_BV, generators, strict=True)]
-            self._feed([[token] for token in chosen])
-            yield chosen
+            tokens = [
+                rule.choose(scores, generator, recent=list(self.recent[lane]) if rule.repetition_penalty != 1 else ())
+                for lane, (scores, generator) in enumerate(zip(scores_BV, generators, strict=True))
+            ]
+            self._feed([[] if ended else [token] for token, ended in zip(tokens, over, strict=True)])
+            yield [Choice(token, float(scores[token])) for token, scores in zip(tokens, scores_BV, strict=True)]
+
+    def stand(self) -> dict[str, Any]:
+        """All that later text depends on, in plain containers and tensors: what `take_up` goes on from.
+
+        What has been read of a segment stands as tokens, which are read again: up to rounding, nothing is lost.
+        """
+        return {
+            "segment_len": self.segment_len,
+            "reset": self.reset,
+            "state": {key: tensor.clone() for key, tensor in self.state.items()},
+            "pending": [list(tokens) for tokens in self.pending],
+            "before": list(self.before),
+            "recent": [list(tokens) for tokens in self.recent],
+            "n_read": list(self.n_read),
+            "log_probs": None if self.log_probs_BV is None else self.log_probs_BV.clone(),
+        }
+
+    def take_up(self, stand: Mapping[str, Any]) -> None:
+        """Go on where a session of the same model stood.
+
+        Raises:
+            ValueError: it had other segments, lanes or another memory.
+        """
+        self._check(stand)
+        self.restart()
+        self.state = {key: stand["state"][key].to(tensor.device, copy=True) for key, tensor in self.state.items()}
+        self.before = list(stand["before"])
+        self._feed([list(tokens) for tokens in stand["pending"]])
+        for recent, tokens in zip(self.recent, stand["recent"], strict=True):
+            recent.clear()
+            recent.extend(tokens)
+        self.n_read = list(stand["n_read"])
+        log_probs = stand["log_probs"]
+        self.log_probs_BV = None if log_probs is None else log_probs.to(self.model.device, copy=True)
+
+    def _check(self, stand: Mapping[str, Any]) -> None:
+        """Raise ValueError if a stand is not one of a session like this."""
+        facts = {"segment_len": self.segment_len, "reset": self.reset}
+        for name, own in facts.items():
+            if stand[name] != own:
+                raise ValueError(f"{name} was {stand[name]} there and is {own} here")
+        if len(stand["pending"]) != self.lanes:
+            raise ValueError(f"there were {len(stand['pending'])} lanes there and are {self.lanes} here")
+        there, here = (
+            {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in state.items()}
+            for state in (stand["state"], self.state)
+        )
+        if there != here:
+            odd = sorted(key for key in {**there, **here} if there.get(key) != here.get(key))
+            raise ValueError(
+                f"the memory is another one: {odd[0]} is {there.get(odd[0])} there, {here.get(odd[0])} here"
+            )
 
     def _per_lane(self, text: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
         entries = [text] if self.lanes == 1 and (isinstance(text, str) or not _nested(text)) else list(text)
@@ -164,7 +287,7 @@ class Session:
         return hidden_BD
 
     def _read(self, new: list[list[int]]) -> Tensor:
-        """(B, D) hidden states after more tokens; the segments under way are read from their beginning."""
+        """(B, T, D) hidden states of the segments under way, read from their beginning to the new tokens."""
         rows = [read + tokens if tokens else [] for read, tokens in zip(self.pending, new, strict=True)]
         length = [len(row) for row in rows]
         width = self.segment_len if self.model.needs_whole_segments else max(length)
@@ -180,8 +303,7 @@ class Session:
         if self.partial is not None:
             self.partial.stand(tokens_BT, length, segment.document)
             self.partial.restart(full)
-        last = (segment.length - 1).clamp(min=0)
-        return hidden_BTD[torch.arange(self.lanes, device=last.device), last]
+        return hidden_BTD
 
     def _take(self, new: list[list[int]], log_probs_BV: Tensor) -> None:
         """Remember what was read, and what may come next."""
@@ -190,6 +312,8 @@ class Session:
             log_probs_BV = lane_where(moved, log_probs_BV, self.log_probs_BV)
         self.log_probs_BV = log_probs_BV
         for lane, tokens in enumerate(new):
+            self.recent[lane].extend(tokens)
+            self.n_read[lane] += len(tokens)
             self.pending[lane] += tokens
             if len(self.pending[lane]) == self.segment_len:
                 self.before[lane], self.pending[lane] = self.pending[lane][-1], []
@@ -215,35 +339,3 @@ class Session:
 def _nested(text: Sequence[object]) -> bool:
     """Whether the entries are texts or lists of tokens themselves."""
     return bool(len(text)) and not isinstance(text[0], int)
-
-
-class SamplingRule:
-    """Temperature, then top-k, then top-p.
-
-    Args:
-        temperature: divides log-probabilities; 0 takes the likeliest token.
-        top_k: only this many likeliest tokens; 0: all.
-        top_p: only the likeliest tokens that together hold this probability (at least one); 1: all.
-    """
-
-    def __init__(self, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> None:
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-
-    def choose(self, log_probs_V: Tensor, generator: torch.Generator) -> int:
-        """One token."""
-        log_probs_V = log_probs_V.cpu().double()  # in this order: mps has no float64
-        if self.temperature == 0:
-            return int(log_probs_V.argmax())
-        probability = self.keep(log_probs_V / self.temperature).softmax(dim=-1)
-        return int(torch.multinomial(probability, 1, generator=generator))
-
-    def keep(self, scores_V: Tensor) -> Tensor:
-        """The scores with -inf for tokens that are out."""
-        if 0 < self.top_k < len(scores_V):
-            least = scores_V.topk(self.top_k).values[-1]
-            scores_V = scores_V.masked_fill(scores_V < least, float("-inf"))
-        if self.top_p < 1:
-            ordered, index = scores_V.sort(descending=True)
-            before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
-            scores_V = scores_V.index_fill(0, index[before >= self.top_p], float("-inf"))
-        return scores_V

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from txl_lightning.errors import ConfigError
 from txl_lightning.section import Section, key
@@ -51,13 +52,28 @@ class GenerateOptions(Options):
     prompt: str | None = key(None, "text to continue; - reads standard input")
     prompt_file: str | None = key(None, "file with the text to continue")
     prompts: str | None = key(None, 'file of many, one JSON object per line with the text under "prompt"; needs out')
+    interactive: bool = key(False, "read lines from the terminal and continue each; what was said stays in memory")
     out: str | None = key(None, 'with prompts: file for the same objects with the continuation under "text"')
     lanes: int = key(16, "with prompts: how many are continued side by side", minimum=1)
-    tokens: int = key(300, "tokens to sample", minimum=1)
+    tokens: int = key(300, "tokens to sample at most; with prompts and log_probs 0 scores the prompts alone", minimum=0)
+    stop: Any = key(None, "text that ends the continuation, which stops before it, or several: [END,STOP]")
+    samples: int = key(1, "continuations of each prompt, with seed, seed + 1, ...", minimum=1)
+    log_probs: bool = key(
+        False, "with prompts: each token's log-probability (nats) as well, that of the prompt's tokens included"
+    )
     temperature: float = key(0.8, "divides the logits; 0: always the likeliest token", minimum=0)
     top_k: int = key(0, "sample among this many likeliest tokens; 0: all", minimum=0)
     top_p: float = key(1.0, "sample among the likeliest tokens that hold this much probability", above=0, maximum=1)
+    repetition_penalty: float = key(
+        1.0, "multiplies the log-probability of tokens that were there lately; 1: none", minimum=1
+    )
+    repetition_window: int = key(64, "latest tokens that repetition_penalty looks at", minimum=1, maximum=4096)
     trust: bool = key(False, _TRUST)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts of `stop`."""
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +298,7 @@ FREE_TEXT = (
     "prompt",
     "prompt_file",
     "prompts",
+    "stop",
     "ckpt",
     "resume",
     "src",

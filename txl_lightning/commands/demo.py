@@ -13,12 +13,14 @@ from txl_lightning.build import document_end
 from txl_lightning.checkpoints import load_checkpoint
 from txl_lightning.commands import fit as fit_command
 from txl_lightning.commands.evaluate import progress_bar
-from txl_lightning.commands.generate import show, vocab_of
+from txl_lightning.commands.generate import vocab_of
 from txl_lightning.commands.output import write_out
+from txl_lightning.commands.talk import show
 from txl_lightning.config import Config, ConfigError, Options
 from txl_lightning.data.store import sample
 from txl_lightning.evaluation.cached import Evaluation, evaluate
-from txl_lightning.generation import SamplingRule, Session
+from txl_lightning.generation import Session
+from txl_lightning.sampling import SamplingRule
 from txl_lightning.training.stopping import GracefulStop
 
 PROMPT, PROMPT_TOKENS = "def ", 8

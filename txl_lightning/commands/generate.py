@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-
-import torch
 
 from txl_lightning.build import document_end
 from txl_lightning.checkpoints import load_checkpoint, read_checkpoint
 from txl_lightning.commands.output import check_out
 from txl_lightning.commands.prompts import continued, read_prompts
+from txl_lightning.commands.talk import Talk, said, show
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.vocab import ByteVocab, Tokens, Vocab, from_dict
-from txl_lightning.generation import SamplingRule, Session
+from txl_lightning.generation import Session
+from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.options import GenerateOptions
 from txl_lightning.process import printable
 from txl_lightning.training.trainer import device_kind
@@ -27,15 +26,24 @@ def check(config: Config, options: GenerateOptions) -> None:
     if options.ckpt is None:
         raise options.refuse("ckpt", "is required", "give a checkpoint file or run folder: txl generate ckpt=PATH")
     given = [name for name in ("prompt", "prompt_file", "prompts") if getattr(options, name) is not None]
+    given += ["interactive"] * options.interactive
     if len(given) > 1:
         raise options.refuse(given[1], f"{given[0]} is given as well", "give one of the two")
     if options.out is not None and options.prompts is None:
         raise options.refuse("out", "only prompts=FILE writes a file", "leave it out, or give prompts=FILE")
     if options.prompts is not None and options.out is None:
         raise ConfigError("out", None, "is missing: many prompts are continued into a file", "give out=FILE")
+    if options.log_probs and options.prompts is None:
+        raise options.refuse("log_probs", "only prompts=FILE writes them", "leave it out, or give prompts=FILE")
+    if not options.tokens and not options.log_probs:
+        raise options.refuse("tokens", "must be >= 1", "0 scores prompts: give prompts=FILE and log_probs=true")
+    if options.samples > 1 and options.interactive:
+        raise options.refuse("samples", "one conversation has one continuation", "leave out samples or interactive")
+    if "" in options.stops:
+        raise options.refuse("stop", "an empty text ends everything", "leave it out, or give at least one character")
     check_out(options.out)
     if not given:
-        cure = "give prompt=TEXT, prompt=- for standard input, or prompt_file=PATH"
+        cure = "give prompt=TEXT, prompt=- for standard input, prompt_file=PATH, prompts=FILE or interactive=true"
         raise ConfigError("prompt", "", "is missing", cure)
     if options.prompt == "":
         raise options.refuse("prompt", "is empty", "give at least one character to continue")
@@ -46,7 +54,7 @@ def check(config: Config, options: GenerateOptions) -> None:
     vocab = vocab_of(options.ckpt)
     if options.prompts is not None:
         read_prompts(options, vocab)
-    elif options.prompt != "-":
+    elif options.prompt != "-" and not options.interactive:
         encoded(options, read_text(options), vocab)
 
 
@@ -55,17 +63,28 @@ def run(config: Config, options: GenerateOptions) -> None:
     assert options.ckpt is not None
     if options.prompts is not None:
         return run_many(config, options)
-    vocab, text = vocab_of(options.ckpt), read_text(options)
+    vocab = vocab_of(options.ckpt)
+    if options.interactive:
+        model = load_checkpoint(options.ckpt, config).to(device_kind(config))
+        return Talk(session_of(model, config, vocab), options, seed=config.seed).run()
+    text = read_text(options)
     if not text:
         raise options.refuse("prompt", "standard input is empty", "give at least one character to continue")
     prompt = encoded(options, text, vocab)
-    model = load_checkpoint(options.ckpt, config).to(device_kind(config))
-    session = Session(model, segment_len=config.data.segment_len, separator=document_end(vocab))
+    session = session_of(load_checkpoint(options.ckpt, config).to(device_kind(config)), config, vocab)
     session.feed(prompt.tolist())
-    sys.stdout.write(printable(vocab.decode(prompt)))
-    rule = SamplingRule(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    generator = torch.Generator().manual_seed(config.seed)
-    show(vocab.stream(session.sample(options.tokens, rule=rule, generator=generator)))
+    prompted = session.stand() if options.samples > 1 else {}
+    for sample in range(options.samples):
+        if options.samples > 1:
+            session.take_up(prompted)
+            print(f"--- {sample + 1} of {options.samples}")
+        sys.stdout.write(printable(vocab.decode(prompt)))
+        show(said(session, options, seed=config.seed + sample))
+
+
+def session_of(model: TransformerXL, config: Config, vocab: Vocab) -> Session:
+    """One lane that has read nothing."""
+    return Session(model, segment_len=config.data.segment_len, separator=document_end(vocab), vocab=vocab)
 
 
 def run_many(config: Config, options: GenerateOptions) -> None:
@@ -85,18 +104,6 @@ def run_many(config: Config, options: GenerateOptions) -> None:
     with open(os.path.expanduser(options.out), "w", encoding="utf-8") as file:
         for line in lines:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-
-CONTROL = dict.fromkeys([*range(9), *range(11, 32), 127], "\ufffd")
-"""Characters that would make the terminal do something instead of showing something."""
-
-
-def show(pieces: Iterable[str]) -> None:
-    """Write text to standard output as it comes."""
-    for piece in pieces:
-        sys.stdout.write(printable(piece.translate(CONTROL)))
-        sys.stdout.flush()
-    sys.stdout.write("\n")
 
 
 def vocab_of(ckpt: str) -> Vocab:

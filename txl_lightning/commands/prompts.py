@@ -13,9 +13,10 @@ import torch
 
 from txl_lightning.data.vocab import Tokens, Vocab
 from txl_lightning.errors import ConfigError
-from txl_lightning.generation import SamplingRule, Session
+from txl_lightning.generation import Session
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.options import GenerateOptions
+from txl_lightning.sampling import SamplingRule, cut
 
 
 def read_prompts(options: GenerateOptions, vocab: Vocab) -> list[tuple[dict[str, Any], Tokens]]:
@@ -55,6 +56,17 @@ def _prompt(options: GenerateOptions, line: str, vocab: Vocab, number: int) -> t
     return values, tokens
 
 
+def rule_of(options: GenerateOptions) -> SamplingRule:
+    """How tokens are chosen."""
+    return SamplingRule(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        repetition_penalty=options.repetition_penalty,
+        repetition_window=options.repetition_window,
+    )
+
+
 def continued(
     model: TransformerXL,
     prompts: list[tuple[dict[str, Any], Tokens]],
@@ -67,14 +79,23 @@ def continued(
 ) -> Iterator[dict[str, Any]]:
     """Each line's object with what the model goes on with under "text", in the order of the lines.
 
-    Line number i is drawn from seed + i, so it does not depend on how many are read side by side.
+    With `samples` above 1 each line comes so many times, with its number under "sample". Continuation i of all is drawn
+    from seed + i, so it does not depend on how many are read side by side. With `log_probs` come "tokens", "log_probs"
+    (nats, as long), "prompt_tokens" and "prompt_log_probs", of all but the prompt's first token.
     """
-    rule = SamplingRule(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    for first in range(0, len(prompts), options.lanes):
-        group = prompts[first : first + options.lanes]
-        session = Session(model, segment_len=segment_len, separator=separator, lanes=len(group))
-        session.feed([tokens.tolist() for _, tokens in group])
+    work = [(values, tokens, sample) for values, tokens in prompts for sample in range(options.samples)]
+    for first in range(0, len(work), options.lanes):
+        group = work[first : first + options.lanes]
+        session = Session(model, segment_len=segment_len, separator=separator, lanes=len(group), vocab=vocab)
+        read = session.score([tokens.tolist() for _, tokens, _ in group])
         generators = [torch.Generator().manual_seed(seed + first + lane) for lane in range(len(group))]
-        drawn = np.array(list(session.sample(options.tokens, rule=rule, generator=generators)))
-        for (values, _), tokens in zip(group, drawn.T, strict=True):
-            yield {**values, "text": vocab.decode(tokens)}
+        drawn = session.draw(options.tokens, rule=rule_of(options), generators=generators, stop=options.stops)
+        for (values, tokens, sample), judged, said in zip(group, read, drawn, strict=True):
+            own = np.array([choice.token for choice in said], dtype=np.int64)
+            line = {**values, "text": cut(vocab.decode(own), options.stops)}
+            if options.samples > 1:
+                line["sample"] = sample
+            if options.log_probs:
+                line |= {"tokens": own.tolist(), "log_probs": [choice.log_prob for choice in said]}
+                line |= {"prompt_tokens": tokens.tolist(), "prompt_log_probs": judged}
+            yield line
