@@ -169,6 +169,15 @@ class ShiftsByT(Faulty):
         return super().write(state, tap, layer, whole)
 
 
+class CountsPadding(Faulty):
+    """Rows are right, but empty ones are read once padding has passed, for it counts as filling them."""
+
+    def write(self, state: State, tap: Tap, layer: LayerHandle, segment: Segment) -> tuple[State, Aux]:
+        new, aux = super().write(state, tap, layer, segment)
+        read = state["filled"] + torch.where(segment.length > 0, tap.x_BTD.shape[1], 0)
+        return {**new, "filled": read.clamp(max=self.max_age)}, aux
+
+
 class ReadsItsOwnSegment(Faulty):
     """Writes before it reads."""
 

@@ -149,6 +149,7 @@ BROKEN: list[tuple[type, int, str]] = [
     (broken.CountsDown, 4, "lane 0 after its reset against a fresh lane (hidden form): "),
     (broken.StartIsNotLearned, 4, "hidden is learned, but layers.0.memories.cache.start gets no gradient"),
     (broken.ShiftsByT, 5, "other tokens in the padding: "),
+    (broken.CountsPadding, 5, "1 tokens padded to 6 against 1 tokens alone (hidden form): losses after it: "),
     (broken.ReadsItsOwnSegment, 6, "another token 1 changed the losses before it (hidden form): "),
     (broken.IgnoresItsState, 7, "another history in layers.0.cache changes no loss of lane 0"),
     (broken.DoesNotDetach, 8, "layers.0.cache.hidden still has a graph after segment 1, but "),

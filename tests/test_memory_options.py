@@ -30,6 +30,9 @@ from txl_lightning.testing import LAWS, check_memory
 from txl_lightning.types import Segment
 
 NAMES = registry.memories.names()
+PARTS = 8
+"""Of the rows under `slow`, so that none takes minutes."""
+
 CASES = [(name, row) for name in NAMES for row in options.rows(name)]
 
 
@@ -49,9 +52,10 @@ def test_the_laws_hold_for_any_two_values(name: str, row: Row) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", NAMES)
-def test_the_laws_hold_for_any_three_values_and_all_own_options(name: str) -> None:
-    for row in options.all_rows(name):
+def test_the_laws_hold_for_any_three_values_and_all_own_options(name: str, part: int) -> None:
+    for row in options.all_rows(name)[part::PARTS]:
         try:
             hold(name, row)
         except AssertionError as error:

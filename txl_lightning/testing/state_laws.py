@@ -126,6 +126,7 @@ def unmoved(bench: Bench) -> str:
     for lengths in turns:
         if min(lengths) < bench.segment_len:
             _demand_deaf(bench, model, bench.warm_state(model), lengths=lengths)
+    _demand_as_short(bench)
     seen = sorted({length for lengths in turns for length in lengths}, reverse=True)
     return f"lanes of length {', '.join(map(str, seen))}; state, losses, gradients, and the segment after it"
 
@@ -152,6 +153,31 @@ def _demand_deaf(bench: Bench, model: TransformerXL, state: State, *, lengths: l
     infinite = [name for name, tensor in ours.items() if not tensor.isfinite().all()]
     if infinite:
         raise LawBroken(5, f"not finite with short and dead lanes: {', '.join(infinite)}")
+
+
+def _demand_as_short(bench: Bench) -> None:
+    """Lanes begin with a padded segment as with the short one it holds: the same losses, also in the next segment.
+
+    They have empty places, which padding could be taken to fill. Not where there is no shorter segment to compare with,
+    nor with memory tokens: those behind a segment stand behind its padding too, so they are further from its text.
+    """
+    model = bench.make()
+    if model.needs_whole_segments or model.tokens is not None:
+        return
+    (tokens, targets), after_that = bench.stream(2, variant=2)
+    for form in ("hidden", "projected"):
+        state = model.init_state(bench.batch_size, form=form)
+        for size in sorted({1, bench.segment_len // 2, bench.segment_len - 1} - {0}):
+            segment = bench.segment(length=[size] * bench.batch_size)
+            padded = run(model, state, (tokens, targets), segment)
+            short = run(model, state, (tokens[:, :size], targets[:, :size]), segment)
+            for found in (padded, short):
+                left = {key: found[f"state {key}"] for key in state}
+                found["losses after it"] = run(model, left, after_that, bench.segment())["losses"]
+                found["losses"] = found["losses"][:, :size]
+            ours, theirs = ({k: found[k] for k in ("losses", "losses after it")} for found in (padded, short))
+            what = f"{size} tokens padded to {bench.segment_len} against {size} tokens alone ({form} form)"
+            demand_equal(5, what, ours, theirs, tolerance=bench.tolerance)
 
 
 def saved(bench: Bench) -> str:
