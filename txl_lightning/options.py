@@ -181,6 +181,20 @@ class ConvertOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportOptions(Options):
+    """`txl report`."""
+
+    runs: Any = key(None, "run folders [A,B], or a folder that holds several, such as that of txl compare (required)")
+    out: str | None = key(None, "HTML file to write (required)")
+    title: str | None = key(None, "heading of the page; null: the run's name")
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of `runs`."""
+        return () if self.runs is None else (self.runs,) if isinstance(self.runs, str) else tuple(self.runs)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Command:
     """One command.
 
@@ -288,6 +302,11 @@ COMMANDS = {
         options=ConvertOptions,
         read=(),
     ),
+    "report": Command(
+        summary="write one HTML page about runs: curves, what the memory did, what it can see, configuration",
+        options=ReportOptions,
+        read=(),
+    ),
     "demo": Command(summary="train, evaluate and sample: two minutes on a laptop", unread=("dry_run",)),
 }
 
@@ -299,6 +318,8 @@ FREE_TEXT = (
     "prompt_file",
     "prompts",
     "stop",
+    "runs",
+    "title",
     "ckpt",
     "resume",
     "src",

@@ -1,0 +1,139 @@
+"""`txl report`: one page that holds everything, from whatever logger wrote."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import MODEL, RUN, write_corpus
+from txl_lightning import cli
+from txl_lightning.config import load
+from txl_lightning.report import page as pages
+from txl_lightning.report.panels import mean_of, question_of
+from txl_lightning.report.record import read
+from txl_lightning.report.tape import tape
+
+
+class Page(HTMLParser):
+    """Checks that every element is closed, and gathers what would be fetched."""
+
+    VOID = ("meta", "img", "path", "rect", "line")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.sources: list[str] = []
+        self.headings: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("h1", "h2", "h3"):
+            self.headings.append(data)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with TensorBoard's files and one with a table, of other memories."""
+    where = tmp_path_factory.mktemp("runs")
+    write_corpus(where / "book.txt")
+    common = [*MODEL, *[item for item in RUN if "logger" not in item], "data=text", f"data.path={where / 'book.txt'}"]
+    common += [
+        "trainer.log_every_n_steps=1",
+        "callbacks=[memory_monitor,text_samples]",
+        "callbacks.text_samples.tokens=5",
+    ]
+    for name, keys in (("a", ["logger=tensorboard"]), ("b", ["logger=csv", "memory=tokens"])):
+        assert cli.main(["fit", *common, *keys, f"run_dir={where / name}"]) == 0
+    return where
+
+
+def report(runs: str, out: Path, *more: str) -> str:
+    assert cli.main(["report", f"runs={runs}", f"out={out}", *more]) == 0
+    return out.read_text()
+
+
+def test_a_run_s_page_holds_its_curves_its_memory_and_its_configuration(runs: Path, tmp_path: Path) -> None:
+    text = report(str(runs / "a"), tmp_path / "page.html", "title=What <it> did")
+    found = Page(text)
+    assert found.headings[0] == "What <it> did" and "What does the memory do?" in found.headings
+    assert found.sources and all(source.startswith("data:image/") for source in found.sources)
+    result = json.loads((runs / "a" / "result.json").read_text())
+    for value in (f"{result['parameters']:,}", f"{result['val']['bits_per_byte']:.4f}", "cache, mem_len"):
+        assert value in text
+    pictures = [base64.b64decode(source.partition(",")[2]) for source in found.sources if "svg" in source]
+    titles = [re.findall(r">([a-z_]+/[a-z_/]+)<", picture.decode()) for picture in pictures]
+    assert ["val/loss"] in titles and ["memory/cache/fill"] in titles
+    assert "samples/text" in text and "segment_len" in text
+
+
+def test_several_runs_are_put_side_by_side(runs: Path, tmp_path: Path) -> None:
+    text = report(f"[{runs / 'a'},{runs / 'b'}]", tmp_path / "page.html")
+    assert report(str(runs), tmp_path / "other.html") == text  # a folder of runs stands for them
+    found = Page(text)
+    assert "In which keys they differ" in found.headings and "memory.name" in text
+    assert found.headings.count("a") == found.headings.count("b") == 2  # their tapes and their configurations
+    curves = {name: read(runs / name, name=name).curves for name in "ab"}
+    assert list(curves["a"]["train/loss"]) == list(curves["b"]["train/loss"])
+    assert curves["a"]["val/loss"].keys() == curves["b"]["val/loss"].keys()
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("out=x.html", "runs=null: is required; give run folders"),
+        ("runs={runs}/a", "out=null: is required; name the page"),
+        ("runs={runs}/a/checkpoints out=x.html", "runs={runs}/a/checkpoints: holds no run; give the folder"),
+        ("runs=[{runs}/a,{runs}/c] out=x.html", "runs={runs}/c: no such folder; give the folder"),
+        ("runs={runs}/a out={runs}", "out={runs}: is a folder"),
+    ],
+)
+def test_what_cannot_be_reported_is_refused(
+    typed: str, message: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert cli.main(["report", *typed.format(runs=runs).split()]) == 2
+    said = capsys.readouterr().err
+    key = message.format(runs=runs).partition(": ")
+    assert said.startswith("error: ") and key[2] in said
+
+
+def test_the_tape_shows_what_the_formulas_say() -> None:
+    """Three layers, segments of 8, memory of 4: 4, 12 and 20 tokens."""
+    config = load(["model.n_layer=3", "data.segment_len=8", "memory.mem_len=4"])
+    drawn = tape(config)
+    root = ET.fromstring(drawn[: drawn.index("</svg>") + 6])
+    lines = [item for item in root if item.tag == "line" and item.get("stroke-width")]
+    zero = {float(item.get("x2", 0)) for item in lines}
+    (border,) = zero
+    pixels = sorted(border - float(item.get("x1", 0)) for item in lines)
+    assert [round(length / pixels[0] * 4) for length in pixels] == [4, 12, 20]
+    assert "the 20 tokens before it: 2.5 segments of 8" in drawn
+    assert "no bound" in tape(load(["memory=tokens"]))
+    assert "stands alone" in tape(load(["memory=none"])) and "stands alone" in tape(load(["memory.reset=segment"]))
+
+
+def test_layers_are_averaged_where_runs_are_compared() -> None:
+    assert mean_of([{1: 1.0, 2: 3.0}, {2: 5.0, 3: 1.0}]) == {2: 4.0}
+    assert question_of("memory/cache/fill") == "What does the memory do?"
+    assert question_of("somebody/else") == "Other curves"
+
+
+def test_cells_and_keys_are_written_as_they_are() -> None:
+    assert "&lt;b&gt;" in pages.table(["<b>"], [["1"]]) and "class=number" in pages.table(["a"], [["1"]])
+    assert pages.flattened({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
