@@ -52,7 +52,7 @@ def test_a_run_is_analysed_with_its_own_settings(capsys: Any, tmp_path: Path, mo
     assert shown["weights"] == "of the checkpoint" and shown["tried"] == "16 tokens: 2 segments of 8"
 
     said = refusals(capsys)
-    assert said("ckpt=run", "segments=3").startswith("segments=3: is of txl analyze reach only; leave it out; ")
+    assert said("ckpt=run", "segments=3").startswith("segments=3: is of txl analyze reach only; leave it out")
     assert said("ckpt=run", "data.keys=9").startswith("model.vocab_size=18: the data has 19 symbols (recall)")
     rule = "the ids of this text (recall) do not mean what the checkpoint's do"
     assert said("ckpt=run", "data.keys=9", "data.values=7").startswith(f"data=recall: {rule}; ")

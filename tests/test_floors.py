@@ -23,6 +23,7 @@ FLOORS = {
     "published": 0,
     "section": 0,
     "options": 0,
+    "analyses": 0,
     "model_config": 0,
     "config": 0,
     "keys": 0,

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from txl_lightning.analyses import ANALYSES
 from txl_lightning.arguments import FLAGS
 from txl_lightning.choices import option_files
 from txl_lightning.compose import compose
@@ -50,17 +51,25 @@ def show_help(config_dir: str | None = None, *, stderr: bool = False) -> None:
 def show_command_help(name: str, config_dir: str | None = None) -> None:
     """Every key that a command reads, with its choices, its meaning and what a plain `txl COMMAND` sets it to."""
     console, command = Console(highlight=False), COMMANDS[name]
-    action = {"data": " prepare|inspect", "analyze": " reach|retrieval", "reproduce": " [NAME]"}.get(name, "")
+    action = {"data": " prepare|inspect", "analyze": " ANALYSIS", "reproduce": " [NAME]"}.get(name, "")
     console.print(f"[bold]txl {name}{action}[/bold] KEY=VALUE ...    {command.summary}")
     plain = _plain_values(name, config_dir)
     kept = "; keys without a value stay as the checkpoint has them" if "model" not in plain else ""
     console.print(f"Values shown: those of a plain txl {name}{kept}. Choices: {{A,B}}.\n", markup=False)
+    if name == "analyze":
+        _print(console, "Analyses", _analyses())
     own = [key for key in own_keys(name) if key != POSITIONAL.get(name)]
     schemas = {item.name: item for schema in (Config, command.options) for item in dataclasses.fields(schema)}
     _print(console, "Keys", [_row(key, schemas[key], plain) for key in own])
     _print(console, "Groups", _groups(filter(command.reads, GROUPS), config_dir))
     for title, path, schema in _sections():
         _print(console, title, _keys(path, schema, command, _values_at(title, plain, schema)))
+
+
+def _analyses() -> Iterator[tuple[str, str]]:
+    for name, analysis in ANALYSES.items():
+        keys = ", ".join(analysis.keys)
+        yield name, f"{analysis.summary}{f' [{keys}]' if keys else ''}"
 
 
 def _plain_values(name: str, config_dir: str | None) -> dict[str, Any]:

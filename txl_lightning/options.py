@@ -86,16 +86,18 @@ class DataOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeOptions(Options):
-    """`txl analyze reach|retrieval`."""
+    """`txl analyze ANALYSIS`; which keys each one reads stands in `analyses`."""
 
-    action: str = key(
-        "reach", "how far back a token still matters, or how much is recalled", choices=("reach", "retrieval")
-    )
+    action: str = key("reach", "what is measured", choices=("reach", "retrieval", "scores"))
     ckpt: str | None = key(None, "checkpoint file or run folder; null: random weights, to measure reach")
+    split: str = key("test", "part of the corpus that is read", choices=("train", "valid", "test"))
+    tokens: int | None = key(None, "tokens of the split that are read, from its start; null: all", minimum=2)
     segments: int | None = key(
         None, "segments that reach reads; null: 20, or more if the memory's formula needs them", minimum=1
     )
+    to: str | None = key(None, "scores: file of the losses, .jsonl or .parquet (required)")
     trust: bool = key(False, _TRUST)
+    plot: str | None = key(None, "also draw the result into this PNG file")
     out: str | None = key(None, "also write the result to this JSON file")
 
 
@@ -257,7 +259,7 @@ COMMANDS = {
         unread=(*_FOR_TRAINING, *_OFFLOAD),
     ),
     "analyze": Command(
-        summary="measure how far back a memory reaches, or what it brings back (retrieval)",
+        summary="measure what a memory does: txl analyze ANALYSIS; its help lists the analyses",
         options=AnalyzeOptions,
         read=("experiment", *_MODEL, *_DATA, "eval.*", "trainer.accelerator", "seed"),
         unread=("eval.schedule", *(name for name in _FOR_TRAINING if not name.endswith("init_std")), *_OFFLOAD),
@@ -329,6 +331,7 @@ FREE_TEXT = (
     "out",
     "each",
     "speed_from",
+    "plot",
     "run_dir",
     "strategy.config",
     "data.path",

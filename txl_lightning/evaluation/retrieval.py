@@ -10,6 +10,7 @@ from torch import Tensor
 
 from txl_lightning.config import Config
 from txl_lightning.data.recall import RecallConfig, RecallVocab
+from txl_lightning.evaluation.losses import on_device
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.training.datamodule import TextDataModule, one_by_one
 from txl_lightning.types import Batch
@@ -58,7 +59,7 @@ def measure_retrieval(config: Config, model: TransformerXL, *, split: str = "tes
     state = model.init_state(config.eval_batch_size, form="projected")
     with torch.no_grad():
         for batch in one_by_one(loader):
-            batch = _on(batch, model.device)
+            batch = on_device(batch, model.device)
             out = model(batch.tokens_BT, state, batch.segment, batch.targets_BT)
             state = out.state
             start = loader.layout.span(batch.position.segment, epoch=0)[0]
@@ -100,10 +101,3 @@ class _Count:
         self.targets += int(batch.segment.length.sum())
         self.nll += float(losses_BT.sum(dtype=torch.float64))
         self.answer_nll += float(losses_BT[answer].sum(dtype=torch.float64))
-
-
-def _on(batch: Batch, device: torch.device) -> Batch:
-    segment = batch.segment
-    document = None if segment.document is None else segment.document.to(device)
-    moved = segment._replace(reset=segment.reset.to(device), length=segment.length.to(device), document=document)
-    return batch._replace(tokens_BT=batch.tokens_BT.to(device), targets_BT=batch.targets_BT.to(device), segment=moved)

@@ -1,0 +1,33 @@
+"""The commands of docs/protocols.md are run, and the page has all analyses."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import tiny_config, write_corpus
+from txl_lightning.analyses import ANALYSES
+from txl_lightning.cli import main
+from txl_lightning.commands.fit import fit
+
+PAGE = (Path(__file__).parents[1] / "docs" / "protocols.md").read_text()
+LINES = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL) for line in block.splitlines()]
+
+
+def test_the_page_has_every_analysis() -> None:
+    assert re.findall(r"^## (\w+):", PAGE, flags=re.MULTILINE) == list(ANALYSES)
+    assert {shlex.split(line)[2] for line in LINES if line.startswith("txl analyze")} == set(ANALYSES)
+
+
+def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "corpus.txt", n_byte=60_000)
+    fit(tiny_config(tmp_path, "trainer.max_steps=2", "run_dir=runs/book", "logger=none"))
+    for line in LINES:
+        _, command, *arguments = shlex.split(line)
+        assert main([command, *arguments]) == 0, line
+        assert capsys.readouterr().out

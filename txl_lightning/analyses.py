@@ -1,0 +1,54 @@
+"""What `txl analyze` can measure: one line for the help, and which of the command's own keys each analysis reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from txl_lightning.options import AnalyzeOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """One analysis.
+
+    Attributes:
+        summary: one line for the help.
+        keys: keys of `AnalyzeOptions` that it reads beside ckpt, trust and out.
+        needs_ckpt: it takes no random weights.
+        several: it takes a list of checkpoints.
+    """
+
+    summary: str
+    keys: tuple[str, ...] = ()
+    needs_ckpt: bool = True
+    several: bool = False
+
+
+ANALYSES = {
+    "reach": Analysis(
+        summary="how far back one changed token still matters, beside the memory's formula",
+        keys=("segments",),
+        needs_ckpt=False,
+    ),
+    "scores": Analysis(
+        summary="the loss of every token with its text and offsets, as JSON Lines or Parquet",
+        keys=("split", "tokens", "to", "plot"),
+    ),
+    "retrieval": Analysis(summary="how many answers of data=recall are right, segments after they were shown"),
+}
+"""Every analysis by its name."""
+
+COMMON = ("action", "ckpt", "trust", "out")
+"""Keys that all of them read."""
+
+
+def check_keys(options: AnalyzeOptions) -> None:
+    """Refuse keys that were set and that this analysis does not read. Raises ConfigError."""
+    read = {*COMMON, *ANALYSES[options.action].keys}
+    for item in dataclasses.fields(options):
+        if item.name in read or getattr(options, item.name) == item.default:
+            continue
+        *others, last = [f"txl analyze {name}" for name, other in ANALYSES.items() if item.name in other.keys]
+        owners = f"{', '.join(others)} and {last}" if others else last
+        raise options.refuse(item.name, f"is of {owners} only", "leave it out")
