@@ -35,6 +35,10 @@ ANALYSES = {
         summary="the loss of every token with its text and offsets, as JSON Lines or Parquet",
         keys=("split", "tokens", "to", "plot"),
     ),
+    "sliding": Analysis(
+        summary="cached evaluation against the sliding window without cache: losses and time per token",
+        keys=("split", "tokens", "lengths", "windows", "plot"),
+    ),
     "retrieval": Analysis(summary="how many answers of data=recall are right, segments after they were shown"),
 }
 """Every analysis by its name."""

@@ -88,13 +88,15 @@ class DataOptions(Options):
 class AnalyzeOptions(Options):
     """`txl analyze ANALYSIS`; which keys each one reads stands in `analyses`."""
 
-    action: str = key("reach", "what is measured", choices=("reach", "retrieval", "scores"))
+    action: str = key("reach", "what is measured", choices=("reach", "scores", "sliding", "retrieval"))
     ckpt: str | None = key(None, "checkpoint file or run folder; null: random weights, to measure reach")
     split: str = key("test", "part of the corpus that is read", choices=("train", "valid", "test"))
     tokens: int | None = key(None, "tokens of the split that are read, from its start; null: all", minimum=2)
     segments: int | None = key(
         None, "segments that reach reads; null: 20, or more if the memory's formula needs them", minimum=1
     )
+    lengths: tuple[int, ...] = key((800, 1800, 3800), "sliding: attention lengths, in tokens")
+    windows: int = key(8, "sliding: targets that the sliding window scores at each length", minimum=1)
     to: str | None = key(None, "scores: file of the losses, .jsonl or .parquet (required)")
     trust: bool = key(False, _TRUST)
     plot: str | None = key(None, "also draw the result into this PNG file")

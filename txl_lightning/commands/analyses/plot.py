@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ class Panel:
 
     x: str  # label of the axis
     y: str
-    curves: dict[str, tuple[Sequence[float], Sequence[float]]]  # label -> x and y of its points
-    levels: dict[str, float] = field(default_factory=dict)  # label -> height of a dashed line
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]  # label -> x and y of its points
+    levels: Mapping[str, float] = field(default_factory=dict)  # label -> height of a dashed line
     log: bool = False  # the x axis
     log_y: bool = False
     whole_x: bool = False  # the x axis counts something
