@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import tiny_config, write_corpus
+from tests.tiny import MODEL, RUN, tiny_config, write_corpus
 from txl_lightning.analyses import ANALYSES
 from txl_lightning.cli import main
 from txl_lightning.commands.fit import fit
@@ -29,5 +29,8 @@ def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     fit(tiny_config(tmp_path, "trainer.max_steps=2", "run_dir=runs/book", "logger=none"))
     for line in LINES:
         _, command, *arguments = shlex.split(line)
+        if command == "fit":
+            typed = {item.partition("=")[0] for item in arguments}
+            arguments += [item for item in [*MODEL, *RUN] if item.partition("=")[0] not in {*typed, "data.segment_len"}]
         assert main([command, *arguments]) == 0, line
         assert capsys.readouterr().out

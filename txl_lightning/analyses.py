@@ -39,6 +39,11 @@ ANALYSES = {
         summary="cached evaluation against the sliding window without cache: losses and time per token",
         keys=("split", "tokens", "lengths", "windows", "plot"),
     ),
+    "recl": Analysis(
+        summary="relative effective context length of a group: ckpt=[A,B,...]",
+        keys=("split", "tokens", "targets", "block", "start", "step", "longest", "shares", "mem_len", "to", "plot"),
+        several=True,
+    ),
     "retrieval": Analysis(summary="how many answers of data=recall are right, segments after they were shown"),
 }
 """Every analysis by its name."""

@@ -34,7 +34,7 @@ from txl_lightning.errors import ConfigError
 from txl_lightning.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, REQUEUE, worst
 from txl_lightning.keys import names
 from txl_lightning.options import COMMANDS
-from txl_lightning.overrides import Typed, quote, read_hydra, to_hydra
+from txl_lightning.overrides import Typed, list_items, quote, read_hydra, to_hydra
 from txl_lightning.process import (
     first_rank_prints,
     fresh_hydra,
@@ -87,7 +87,10 @@ def stored_config(command: str, typed: Sequence[Typed]) -> Mapping[str, Any] | N
         return None
     if not given:
         raise ConfigError("ckpt", "", "is missing", "give ckpt=PATH: a checkpoint file or a run folder")
-    return _read_config(given[-1], key="ckpt")
+    several = list_items(given[-1]) if COMMANDS[command].several_ckpts else None
+    if several == []:
+        raise ConfigError("ckpt", given[-1], "names no checkpoint", "write ckpt=[runs/a,runs/b]")
+    return _read_config(several[0] if several else given[-1], key="ckpt")
 
 
 def _read_config(path: str, *, key: str) -> Mapping[str, Any]:

@@ -88,8 +88,10 @@ class DataOptions(Options):
 class AnalyzeOptions(Options):
     """`txl analyze ANALYSIS`; which keys each one reads stands in `analyses`."""
 
-    action: str = key("reach", "what is measured", choices=("reach", "scores", "sliding", "retrieval"))
-    ckpt: str | None = key(None, "checkpoint file or run folder; null: random weights, to measure reach")
+    action: str = key("reach", "what is measured", choices=("reach", "scores", "sliding", "recl", "retrieval"))
+    ckpt: str | None = key(
+        None, "checkpoint file or run folder; recl: several, as [A,B]; null: random weights, to measure reach"
+    )
     split: str = key("test", "part of the corpus that is read", choices=("train", "valid", "test"))
     tokens: int | None = key(None, "tokens of the split that are read, from its start; null: all", minimum=2)
     segments: int | None = key(
@@ -97,7 +99,14 @@ class AnalyzeOptions(Options):
     )
     lengths: tuple[int, ...] = key((800, 1800, 3800), "sliding: attention lengths, in tokens")
     windows: int = key(8, "sliding: targets that the sliding window scores at each length", minimum=1)
-    to: str | None = key(None, "scores: file of the losses, .jsonl or .parquet (required)")
+    targets: int = key(32768, "recl: targets that are scored at each context", minimum=1)
+    block: int = key(25, "recl: targets scored per reading, a quarter of step at most; 1: exact contexts", minimum=1)
+    start: int = key(100, "recl: the shortest context c_0, in tokens", minimum=1)
+    step: int = key(100, "recl: tokens that contexts grow by", minimum=1)
+    longest: int = key(1000, "recl: the longest context, in tokens", minimum=2)
+    shares: tuple[float, ...] = key((0.1, 0.5, 1.0), "recl: r, the shares of hardest targets")
+    mem_len: int | None = key(None, "recl: memory.mem_len of every cache; null: as trained", minimum=1)
+    to: str | None = key(None, "file of single losses; scores: .jsonl or .parquet (required), recl: .npz")
     trust: bool = key(False, _TRUST)
     plot: str | None = key(None, "also draw the result into this PNG file")
     out: str | None = key(None, "also write the result to this JSON file")
@@ -210,6 +219,7 @@ class Command:
         needs_ckpt: it takes a checkpoint and starts from its configuration always, not only where one is given.
         composes: it composes configurations from what was typed: `memory=a,b` is a list, and `check` and `run` are
             given the request too.
+        several_ckpts: `ckpt` may be a list; the first one's configuration is then what the command starts from.
     """
 
     summary: str
@@ -218,6 +228,7 @@ class Command:
     unread: tuple[str, ...] = ()
     needs_ckpt: bool = True
     composes: bool = False
+    several_ckpts: bool = False
 
     def reads(self, key: str) -> bool:
         """Whether a key or group of the configuration has any effect on it."""
@@ -266,6 +277,7 @@ COMMANDS = {
         read=("experiment", *_MODEL, *_DATA, "eval.*", "trainer.accelerator", "seed"),
         unread=("eval.schedule", *(name for name in _FOR_TRAINING if not name.endswith("init_std")), *_OFFLOAD),
         needs_ckpt=False,
+        several_ckpts=True,
     ),
     "data": Command(
         summary="build the token files (prepare) or show what is in the corpus (inspect)",

@@ -157,8 +157,13 @@ def _unescape(text: str) -> str:
 
 def split_list(typed: Typed) -> list[str] | None:
     """The items of a free text that is a list, [a, 'b, c']; None if it is one text (or a file of that name exists)."""
-    text = typed.text.strip()
-    if not (text.startswith("[") and text.endswith("]")) or os.path.exists(typed.text) or not takes_list(typed.key):
+    return list_items(typed.text) if takes_list(typed.key) else None
+
+
+def list_items(written: str) -> list[str] | None:
+    """The items of [a, 'b, c']; None if it is one text, or a file of that name exists."""
+    text = written.strip()
+    if not (text.startswith("[") and text.endswith("]")) or os.path.exists(written):
         return None
     item = r"""\s*('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,]+?)\s*(?:,|\Z)"""
     return [_unquote(found) for found in re.findall(item, text[1:-1], flags=re.DOTALL) if found.strip()]
