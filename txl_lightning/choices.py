@@ -125,6 +125,22 @@ IDLE: dict[str, tuple[Callable[[Mapping[str, Any]], Any], str, str]] = {
         "trainer.on_divergence={trainer[on_divergence]} skips no step",
         "leave it out, or set trainer.on_divergence=skip",
     ),
+    **{
+        f"eval.{name}": (
+            lambda values: values["eval"]["dynamic"] == "none",
+            "eval.dynamic=none learns nothing",
+            "leave it out, or set eval.dynamic to sgd or rms",
+        )
+        for name in ("dynamic_lr", "dynamic_decay")
+    },
+    **{
+        f"eval.{name}": (
+            lambda values: values["eval"]["dynamic"] != "rms",
+            "eval.dynamic={eval[dynamic]} measures no gradients",
+            "leave it out, or set eval.dynamic=rms",
+        )
+        for name in ("dynamic_eps", "dynamic_segments")
+    },
     "optim.betas": (_reads_no_averages, "optim={optim[name]} has none", "leave it out, or choose optim=adamw"),
     "optim.eps": (
         lambda values: values["optim"]["name"] in ("sgd", "adafactor", "lion"),

@@ -275,7 +275,12 @@ COMMANDS = {
         summary="measure what a memory does: txl analyze ANALYSIS; its help lists the analyses",
         options=AnalyzeOptions,
         read=("experiment", *_MODEL, *_DATA, "eval.*", "trainer.accelerator", "seed"),
-        unread=("eval.schedule", *(name for name in _FOR_TRAINING if not name.endswith("init_std")), *_OFFLOAD),
+        unread=(
+            "eval.schedule",
+            "eval.dynamic*",
+            *(name for name in _FOR_TRAINING if not name.endswith("init_std")),
+            *_OFFLOAD,
+        ),
         needs_ckpt=False,
         several_ckpts=True,
     ),

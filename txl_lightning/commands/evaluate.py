@@ -30,9 +30,14 @@ def check(config: Config, options: EvalOptions) -> None:
     check_out(options.out)
     check_devices(config)
     check_schedule(config)
+    if config.eval.dynamic != "none" and config.trainer.devices * config.trainer.num_nodes > 1:
+        rule = f"eval.dynamic={config.eval.dynamic} runs on one device"
+        raise ConfigError("trainer.devices", config.trainer.devices, rule, "set trainer.devices=1 trainer.num_nodes=1")
     load_checkpoint(options.ckpt, config)
     found = survey(config.data, training=False)
     found.require(options.split)
+    if config.eval.dynamic == "rms":
+        found.require("train")
     check_vocabulary(config, found)
     check_resets(config, found.vocab)
     check_same_ids(config, found, ckpt=options.ckpt)
@@ -102,6 +107,8 @@ def show(found: Evaluation) -> None:
         table.add_row("same_length", f"every token sees {found.same_length} keys")
     table.add_row("lanes", f"{found.n_lane} of {found.batch_size}")
     table.add_row("precision", found.precision)
+    if found.dynamic is not None:
+        table.add_row("dynamic evaluation", ", ".join(f"{key}={value}" for key, value in found.dynamic.items()))
     table.add_row("text", found.data_fingerprint[:16])
     table.add_row("time", f"{found.seconds:.1f} s, {found.tokens_per_second:,.0f} tokens/s")
     Console().print(table)

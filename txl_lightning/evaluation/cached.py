@@ -10,10 +10,12 @@ from typing import Any
 import lightning.pytorch as L
 
 from txl_lightning.config import Config, StrategyConfig
+from txl_lightning.evaluation.dynamic import dynamic_loss
 from txl_lightning.model.transformer import TransformerXL
-from txl_lightning.training.datamodule import TextDataModule
+from txl_lightning.training.datamodule import TextDataModule, one_by_one
+from txl_lightning.training.metrics import scores
 from txl_lightning.training.module import TransformerXLModule
-from txl_lightning.training.trainer import build_trainer
+from txl_lightning.training.trainer import build_trainer, device_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class Evaluation:
     memory_reset: str  # where memory starts anew
     schedule: str  # "segments": one after the other; "layers": each layer over many of them
     precision: str
+    dynamic: dict[str, Any] | None  # what `eval.dynamic` did; None: the weights stayed as they are
     data_fingerprint: str
     seconds: float
     tokens_per_second: float
@@ -56,14 +59,13 @@ def evaluate(config: Config, model: TransformerXL, *, split: str, callbacks: Seq
     """
     data = TextDataModule(config, test_split=split)
     n_target = len(data.data.require(split)) - 1
-    module = TransformerXLModule(config, model=model)
-    trainer = build_trainer(_without_engine(config), callbacks=callbacks)
+    follows = config.eval.dynamic != "none"
     start = time.perf_counter()
-    trainer.test(module, datamodule=data, verbose=False)
+    found, precision = (_followed if follows else _read)(config, model, data, callbacks)
     seconds = time.perf_counter() - start
     return Evaluation(
         split=split,
-        scores=module.scores["test"],
+        scores=found,
         n_target=n_target,
         scored=data.data.meta.scored(split),
         batch_size=config.eval_batch_size,
@@ -73,12 +75,39 @@ def evaluate(config: Config, model: TransformerXL, *, split: str, callbacks: Seq
         clamp_len=config.model.clamp_len,
         same_length=config.model.same_length_rule if config.model.same_length else None,
         memory_reset=config.memory.reset,
-        schedule="layers" if data.test_dataloader().group else "segments",
-        precision=str(trainer.precision),
+        schedule="layers" if data.test_dataloader().group and not follows else "segments",
+        precision=precision,
+        dynamic=config.eval.dynamic_keys(),
         data_fingerprint=data.data.meta.fingerprint,
         seconds=seconds,
         tokens_per_second=n_target / seconds,
     )
+
+
+def _read(
+    config: Config, model: TransformerXL, data: TextDataModule, callbacks: Sequence[L.Callback]
+) -> tuple[dict[str, float], str]:
+    """Scores of a split with the weights as they are, and the precision they were computed in."""
+    module = TransformerXLModule(config, model=model)
+    trainer = build_trainer(_without_engine(config), callbacks=callbacks)
+    trainer.test(module, datamodule=data, verbose=False)
+    return module.scores["test"], str(trainer.precision)
+
+
+def _followed(
+    config: Config, model: TransformerXL, data: TextDataModule, callbacks: Sequence[L.Callback]
+) -> tuple[dict[str, float], str]:
+    """The same with weights that follow the text. Nothing calls the observers."""
+    meta, split = data.data.meta, data.test_split
+    training = TextDataModule(config, test_split="train") if config.eval.dynamic == "rms" else None
+    nll, count = dynamic_loss(
+        model.to(device_kind(config)),
+        one_by_one(data.test_dataloader()),
+        config.eval,
+        training=() if training is None else one_by_one(training.test_dataloader()),
+    )
+    per_target = {unit: number / count for unit, number in meta.scored(split).items()}
+    return scores(nll / count, meta.unit, per_target=per_target), "32-true"
 
 
 def _without_engine(config: Config) -> Config:
