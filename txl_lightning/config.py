@@ -437,6 +437,9 @@ class EvalConfig(Section):
 
     batch_size: int | None = key(None, "lanes; null: data.batch_size", minimum=1)
     segment_len: int | None = key(None, "tokens of a segment; null: data.segment_len", minimum=1)
+    warm: int = key(
+        0, "tokens before its own text that each lane reads unscored, so that its memory is not empty", minimum=0
+    )
     schedule: str = key(
         "auto",
         "how txl eval runs: segments: one after the other; layers: each layer over many segments at once, the same "
@@ -517,6 +520,7 @@ class Config(TopConfig):
     def check(self) -> None:
         self.memory.check_fit(self.model, segment_len=self.data.segment_len)
         self._check_fit_at_evaluation()
+        self._check_warm()
         self._check_reach()
         if self.trainer.bptt_segments > 1 and not self.memory.carries:
             rule = f"memory={self.memory.name} carries no gradient from one segment to the next"
@@ -532,6 +536,18 @@ class Config(TopConfig):
         if self.memory.offload == "cpu" and not self.memory.has_state:
             rule = f"memory={self.memory.name} keeps nothing that could be on the cpu"
             raise self.memory.refuse("offload", rule, "set it to none, or take a memory")
+
+    def _check_warm(self) -> None:
+        """Lanes can be warmed as asked. Raises ConfigError."""
+        if not self.eval.warm:
+            return
+        if not self.memory.has_state or self.memory.reset == "segment":
+            what = f"memory={self.memory.name}" if not self.memory.has_state else "memory.reset=segment"
+            raise self.eval.refuse("warm", f"{what} keeps nothing from the text before", "set it to 0")
+        if self.eval.warm % self.eval_segment_len:
+            rule = f"must be a multiple of the {self.eval_segment_len} tokens of a segment"
+            above = -(-self.eval.warm // self.eval_segment_len) * self.eval_segment_len
+            raise self.eval.refuse("warm", rule, f"set it to {above}")
 
     def _check_engine(self) -> None:
         """What DeepSpeed's engine cannot do. Raises ConfigError."""

@@ -102,6 +102,8 @@ def show(found: Evaluation) -> None:
     table.add_row("segment_len", str(found.segment_len))
     table.add_row("memory", ", ".join(f"{key}={value}" for key, value in found.memory.items()))
     table.add_row("memory starts anew", f"each {found.memory_reset}")
+    if found.warm:
+        table.add_row("lanes begin", f"{found.warm} tokens early, unscored")
     table.add_row("clamp_len", str(found.clamp_len))
     if found.same_length is not None:
         table.add_row("same_length", f"every token sees {found.same_length} keys")

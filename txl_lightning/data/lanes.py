@@ -8,6 +8,9 @@ lane needs; a lane's last segment is short, and a lane that has ended stands by 
 Memory starts anew with each pass, or with each segment, or with each document (`reset`); documents may begin inside a
 segment, whose tokens then carry document numbers.
 
+An evaluation may warm its lanes: before its own targets each lane then reads whole segments of the text before them,
+which are not scored and are no targets of its own, so that its memory is not empty.
+
 In training the stream may be shuffled by documents or lines and segments may vary in length (`data/order.py`); both
 change from epoch to epoch, and the rule stays: what is read is one stream of the same N tokens.
 """
@@ -69,6 +72,7 @@ class LaneLayout:
         segment_len: tokens T of a segment.
         segment_len_std: spread of lengths in tokens; 0: every segment has T, else T is the longest.
         seed: what varying lengths are drawn from.
+        warm: segments of a pass that come first and are not scored; lanes with less text before them read fewer.
     """
 
     n_token: int
@@ -77,6 +81,7 @@ class LaneLayout:
     segment_len: int
     segment_len_std: float = 0.0
     seed: int = 0
+    warm: int = 0
 
     def sizes(self) -> Counts:
         """(B,) targets of each lane."""
@@ -94,19 +99,25 @@ class LaneLayout:
         """Segments of a pass, the same in every epoch."""
         if self.segment_len_std:
             return len(self._borders(0)) - 1
-        return -(-int(self.sizes()[0]) // self.segment_len)
+        return self.warm - (-int(self.sizes()[0]) // self.segment_len)
+
+    def begins(self) -> Counts:
+        """(B,) the segment that each lane reads first: as many before `warm` as fit into the text before it."""
+        return self.warm - np.minimum(self.warm, self.starts() // self.segment_len)
 
     def span(self, segment: int, *, epoch: int) -> tuple[int, int]:
-        """Offsets from the start of each lane where a segment starts and ends."""
+        """Offsets from the start of each lane where a segment starts and ends; below 0 they are not scored."""
         if self.segment_len_std:
             borders = self._borders(epoch)
             start, end = borders[np.minimum([segment, segment + 1], len(borders) - 1)].tolist()
             return start, end
-        return segment * self.segment_len, (segment + 1) * self.segment_len
+        return (segment - self.warm) * self.segment_len, (segment - self.warm + 1) * self.segment_len
 
     def lengths(self, segment: int, *, epoch: int) -> Counts:
-        """(B,) real targets of each lane in one segment, 0..T; 0 behind the last segment."""
+        """(B,) real tokens of each lane in one segment, 0..T; 0 behind the last segment."""
         start, end = self.span(segment, epoch=epoch)
+        if start < 0:
+            return np.where((self.begins() <= segment) & (self.sizes() > 0), self.segment_len, 0)
         return np.clip(self.sizes() - start, 0, end - start)
 
     def _borders(self, epoch: int) -> Counts:
@@ -184,6 +195,7 @@ class LaneLoader:
         inner_documents: with reset "document", whether one may begin inside a segment; False: segments have no document
             numbers, so that memories which cannot start anew there can be used.
         group: segments handed out together, as a list; 0: one by one. A pass's last group may be smaller.
+        warm: segments before the scored ones, with `Batch.n_target` 0; in no group with others.
         rank, world_size: this rank owns lanes [rank * B / world_size, (rank + 1) * B / world_size).
         num_workers: processes that read ahead; 0 reads in this process.
         pin_memory: put batches into page-locked memory where there is a GPU to copy them to.
@@ -207,6 +219,7 @@ class LaneLoader:
         separator: int | None = None,
         inner_documents: bool = True,
         group: int = 0,
+        warm: int = 0,
         rank: int = 0,
         world_size: int = 1,
         num_workers: int = 0,
@@ -225,7 +238,9 @@ class LaneLoader:
             segment_len=segment_len,
             segment_len_std=segment_len_std,
             seed=seed,
+            warm=warm,
         )
+        assert not (warm and segment_len_std), "segments of varying length are for training"
         self.reset, self.separator, self.group = reset, separator, group
         self.inner_documents = inner_documents
         self.num_workers = num_workers
@@ -236,7 +251,8 @@ class LaneLoader:
 
     def __len__(self) -> int:
         """Segments (or groups of them) of a whole pass, the same on every rank."""
-        return -(-self.layout.n_segment // max(1, self.group))
+        warm = self.layout.warm
+        return warm - (-(self.layout.n_segment - warm) // max(1, self.group))
 
     @property
     def next_position(self) -> Position:
@@ -267,6 +283,9 @@ class LaneLoader:
         if not self.group:
             yield from segments
             return
+        alone = max(0, self.layout.warm - self._next.segment)  # lanes begin at different segments of these
+        for segment in islice(segments, alone):
+            yield [segment]
         while group := list(islice(segments, self.group)):
             yield group
 
@@ -304,7 +323,7 @@ class LaneLoader:
         length_B = length_all[self._own]
         real = np.arange(self.layout.segment_len) < length_B[:, None]  # (B, T)
         wide = window.astype(np.int64)
-        reset_B = np.full(len(length_B), position.segment == 0 or self.reset == "segment")
+        reset_B = (self.layout.begins()[self._own] == position.segment) | (self.reset == "segment")
         document_BT = None
         if self.reset == "document":  # one begins behind each separator
             ended = wide[:, :-2] == self.separator
@@ -316,7 +335,7 @@ class LaneLoader:
             tokens_BT=torch.from_numpy(np.where(real, wide[:, 1:-1], 0)),
             targets_BT=torch.from_numpy(np.where(real, wide[:, 2:], 0)),
             segment=Segment(torch.from_numpy(reset_B), torch.from_numpy(length_B.copy()), document_BT),
-            n_target=int(length_all.sum()),
+            n_target=int(length_all.sum()) if position.segment >= self.layout.warm else 0,
             position=position,
         )
         return _pinned(batch) if self.pin_memory else batch

@@ -33,6 +33,7 @@ class Evaluation:
     clamp_len: int
     same_length: str | None  # keys each token sees; None: all there are
     memory_reset: str  # where memory starts anew
+    warm: int  # tokens that each lane read unscored before its own
     schedule: str  # "segments": one after the other; "layers": each layer over many of them
     precision: str
     dynamic: dict[str, Any] | None  # what `eval.dynamic` did; None: the weights stayed as they are
@@ -75,6 +76,7 @@ def evaluate(config: Config, model: TransformerXL, *, split: str, callbacks: Seq
         clamp_len=config.model.clamp_len,
         same_length=config.model.same_length_rule if config.model.same_length else None,
         memory_reset=config.memory.reset,
+        warm=config.eval.warm,
         schedule="layers" if data.test_dataloader().group and not follows else "segments",
         precision=precision,
         dynamic=config.eval.dynamic_keys(),

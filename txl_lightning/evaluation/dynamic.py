@@ -109,6 +109,6 @@ def _read(
         out = model(batch.tokens_BT, state, batch.segment, batch.targets_BT)
         assert out.losses_BT is not None
         state, n_target = detach(out.state), int(batch.segment.length.sum())
-        if n_target:
+        if n_target and batch.n_target:  # else all lanes have ended, or are being warmed
             loss = out.losses_BT.sum() / n_target
             yield float(loss.detach()), n_target, torch.autograd.grad(loss, list(parameters), allow_unused=True)

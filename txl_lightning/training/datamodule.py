@@ -89,7 +89,8 @@ class TextDataModule(L.LightningDataModule):
         """
         lanes, key = self.config.eval_batch_size, self.config.eval_batch_key
         segment_len, used = self.config.eval_segment_len, self.eval_lanes(split)
-        return self._loader(split, lanes=lanes, used=used, segment_len=segment_len, key=key, group=group)
+        warm = self.config.eval.warm // segment_len
+        return self._loader(split, lanes=lanes, used=used, segment_len=segment_len, key=key, group=group, warm=warm)
 
     def eval_lanes(self, split: str) -> int:
         """Lanes in use when a split is evaluated: fewer than asked for if they would be shorter than one segment."""

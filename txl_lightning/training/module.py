@@ -499,8 +499,9 @@ class TransformerXLModule(L.LightningModule):
             )
         self.lanes.propose(stage, out.state, group[-1])
         self.lanes.commit(stage)
-        n_target = torch.stack([part.segment.length.sum() for part in group]).sum()
-        self.eval_loss.update(out.losses_BT.sum(), n_target)  # type: ignore[union-attr]
+        if any(part.n_target for part in group):  # else lanes are being warmed
+            n_target = torch.stack([part.segment.length.sum() for part in group]).sum()
+            self.eval_loss.update(out.losses_BT.sum(), n_target)  # type: ignore[union-attr]
 
     def _per_target(self, stage: str) -> dict[str, float]:
         """Words and bytes per target of an evaluated split, where the data counts them."""
