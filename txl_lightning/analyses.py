@@ -44,6 +44,22 @@ ANALYSES = {
         keys=("split", "tokens", "targets", "block", "start", "step", "longest", "shares", "mem_len", "to", "plot"),
         several=True,
     ),
+    "position": Analysis(
+        summary="loss by position in the segment, with the memory and without it",
+        keys=("split", "tokens", "plot"),
+    ),
+    "age": Analysis(
+        summary="loss by tokens since memory started anew, and what memory's content adds",
+        keys=("split", "tokens", "longest_age", "plot"),
+    ),
+    "frequency": Analysis(
+        summary="what memory gains for rare and for frequent words",
+        keys=("split", "tokens", "plot"),
+    ),
+    "sweep": Analysis(
+        summary="lengths of memory, segment and clamped distances: the best on valid, reported on test",
+        keys=("tokens", "mem_lens", "segment_lens", "clamp_lens", "plot"),
+    ),
     "retrieval": Analysis(summary="how many answers of data=recall are right, segments after they were shown"),
 }
 """Every analysis by its name."""

@@ -88,7 +88,11 @@ class DataOptions(Options):
 class AnalyzeOptions(Options):
     """`txl analyze ANALYSIS`; which keys each one reads stands in `analyses`."""
 
-    action: str = key("reach", "what is measured", choices=("reach", "scores", "sliding", "recl", "retrieval"))
+    action: str = key(
+        "reach",
+        "what is measured",
+        choices=("reach", "scores", "sliding", "recl", "position", "age", "frequency", "sweep", "retrieval"),
+    )
     ckpt: str | None = key(
         None, "checkpoint file or run folder; recl: several, as [A,B]; null: random weights, to measure reach"
     )
@@ -106,6 +110,12 @@ class AnalyzeOptions(Options):
     longest: int = key(1000, "recl: the longest context, in tokens", minimum=2)
     shares: tuple[float, ...] = key((0.1, 0.5, 1.0), "recl: r, the shares of hardest targets")
     mem_len: int | None = key(None, "recl: memory.mem_len of every cache; null: as trained", minimum=1)
+    longest_age: int = key(
+        1024, "age: tokens of the shortest document that takes part; a power of two, where the buckets end", minimum=2
+    )
+    mem_lens: tuple[int, ...] = key((), "sweep: values of memory.mem_len", minimum=0)
+    segment_lens: tuple[int, ...] = key((), "sweep: values of eval.segment_len", minimum=1)
+    clamp_lens: tuple[int, ...] = key((), "sweep: values of model.clamp_len", minimum=-1)
     to: str | None = key(None, "file of single losses; scores: .jsonl or .parquet (required), recl: .npz")
     trust: bool = key(False, _TRUST)
     plot: str | None = key(None, "also draw the result into this PNG file")

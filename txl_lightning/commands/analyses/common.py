@@ -78,7 +78,6 @@ def give(options: AnalyzeOptions, table: Table, found: dict[str, Any], panels: l
         draw(panels, Path(os.path.expanduser(options.plot)), title=str(table.title or ""))
 
 
-def settings(table: Table, *, memory: dict[str, Any], segment_len: int) -> None:
-    """The rows that every result ends with."""
-    table.add_row("memory", ", ".join(f"{key}={value}" for key, value in memory.items()))
-    table.add_row("segment_len", str(segment_len))
+def settings(memory: dict[str, Any], *, segment_len: int) -> str:
+    """What every result depends on, in one line."""
+    return f"segments of {segment_len}; memory {', '.join(f'{key}={value}' for key, value in memory.items())}"

@@ -58,7 +58,7 @@ def run(config: Config, options: AnalyzeOptions) -> None:
     table.add_row("nats per token", f"{found.loss:.4f}")
     table.add_row("targets", f"{found.n_target:,}")
     table.add_row("written to", found.file)
-    settings(table, memory=found.memory, segment_len=found.segment_len)
+    table.caption = settings(found.memory, segment_len=found.segment_len)
     curve = _smoothed(losses.nats)
     give(options, table, found.to_dict(), [Panel(x="token", y="nats per token", curves={"loss": curve})])
 
