@@ -60,6 +60,11 @@ ANALYSES = {
         summary="lengths of memory, segment and clamped distances: the best on valid, reported on test",
         keys=("tokens", "mem_lens", "segment_lens", "clamp_lens", "plot"),
     ),
+    "confidence": Analysis(
+        summary="a mean loss with its interval over documents, and differences between checkpoints with theirs",
+        keys=("split", "tokens", "samples", "plot"),
+        several=True,
+    ),
     "retrieval": Analysis(summary="how many answers of data=recall are right, segments after they were shown"),
 }
 """Every analysis by its name."""

@@ -91,10 +91,22 @@ class AnalyzeOptions(Options):
     action: str = key(
         "reach",
         "what is measured",
-        choices=("reach", "scores", "sliding", "recl", "position", "age", "frequency", "sweep", "retrieval"),
+        choices=(
+            "reach",
+            "scores",
+            "sliding",
+            "recl",
+            "position",
+            "age",
+            "frequency",
+            "sweep",
+            "confidence",
+            "retrieval",
+        ),
     )
     ckpt: str | None = key(
-        None, "checkpoint file or run folder; recl: several, as [A,B]; null: random weights, to measure reach"
+        None,
+        "checkpoint file or run folder; recl, confidence: several, as [A,B]; null: random weights, to measure reach",
     )
     split: str = key("test", "part of the corpus that is read", choices=("train", "valid", "test"))
     tokens: int | None = key(None, "tokens of the split that are read, from its start; null: all", minimum=2)
@@ -116,6 +128,7 @@ class AnalyzeOptions(Options):
     mem_lens: tuple[int, ...] = key((), "sweep: values of memory.mem_len", minimum=0)
     segment_lens: tuple[int, ...] = key((), "sweep: values of eval.segment_len", minimum=1)
     clamp_lens: tuple[int, ...] = key((), "sweep: values of model.clamp_len", minimum=-1)
+    samples: int = key(10_000, "confidence: draws of documents", minimum=100)
     to: str | None = key(None, "file of single losses; scores: .jsonl or .parquet (required), recl: .npz")
     trust: bool = key(False, _TRUST)
     plot: str | None = key(None, "also draw the result into this PNG file")
