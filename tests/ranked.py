@@ -26,7 +26,7 @@ def launch(folder: Path, jobs: list[dict[str, Any]], *, world: int) -> dict[str,
 
     A job has a `name`, `overrides` of `tiny_config` and what to `do`: "fit", "resume" or "eval" (of `ckpt`; the first
     rank makes that file of the run `convert` first, if it is named). A fit finds every training loss of its rank; with
-    `ruin` the loss is not finite in the second segment of that step.
+    `ruin` the loss is not finite in the second segment of that step; with `record` it notes in that folder what it reads.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -76,14 +76,16 @@ def main(folder: Path) -> None:
 
 
 def fitted(folder: Path, job: dict[str, Any]) -> list[float]:
+    from tests.ranks import Recorder
     from tests.tiny import Losses, tiny_config
     from txl_lightning.commands.fit import fit
 
     seen = Losses()
+    observers = [seen, *([Recorder(Path(job["record"]))] if "record" in job else [])]
     config = tiny_config(folder, *job["overrides"])
     last = f"{config.run_dir}/checkpoints/last.ckpt" if job["do"] == "resume" else None
     with ruined(job.get("ruin", -1)):
-        fit(config, resume=last, callbacks=[seen])
+        fit(config, resume=last, callbacks=observers)
     return seen.values
 
 

@@ -43,14 +43,17 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_file() or zero.is_folder(path)
 
 
-def read_checkpoint(path: str, *, key: str = "ckpt", weights: bool = True) -> dict[str, Any]:
+def read_checkpoint(
+    path: str, *, key: str = "ckpt", weights: bool = True, optimizer: bool = False
+) -> dict[str, Any]:
     """Everything in a checkpoint, on the CPU, as plain containers and tensors.
 
     Args:
         path: file, folder of DeepSpeed's, or run folder.
         key: the setting that names it.
         weights: read the bytes of a file's tensors too, not only when they are looked at; put a folder's together,
-            which takes time. A folder's optimizer state is left out.
+            which takes time.
+        optimizer: put a folder's optimizer state together too; a file's is always there, if it has any.
 
     Raises:
         ConfigError: it is missing, damaged, not one of ours, or may not be read.
@@ -59,7 +62,10 @@ def read_checkpoint(path: str, *, key: str = "ckpt", weights: bool = True) -> di
     try:
         if manifest.is_damaged(file):
             raise ConfigError(key, path, f"{file.name} is damaged: {MISMATCH}", _cure(file, key=key))
-        saved = _read_folder(file, weights=weights) if file.is_dir() else _read_file(file, weights=weights)
+        if file.is_dir():
+            saved: Any = _read_folder(file, weights=weights, optimizer=optimizer)
+        else:
+            saved = _read_file(file, weights=weights)
     except ConfigError:
         raise
     except PermissionError as error:
@@ -78,8 +84,9 @@ def _read_file(file: Path, *, weights: bool) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True, mmap=not weights)
 
 
-def _read_folder(folder: Path, *, weights: bool) -> dict[str, Any]:
-    return {**zero.read_given(folder), "state_dict": zero.read_weights(folder) if weights else {}}
+def _read_folder(folder: Path, *, weights: bool, optimizer: bool) -> dict[str, Any]:
+    saved = {**zero.read_given(folder), "state_dict": zero.read_weights(folder) if weights else {}}
+    return {**saved, "optimizer_states": [zero.read_optimizer(folder)]} if optimizer else saved
 
 
 def check_lane_files(path: str, saved: Mapping[str, Any], *, key: str) -> None:

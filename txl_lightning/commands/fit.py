@@ -86,7 +86,7 @@ def check_resumable(config: Config, found: Survey, path: str) -> None:
     """The text is the checkpoint's, and the run is to end behind it. Raises ConfigError."""
     saved = read_checkpoint(path, key="resume", weights=False)
     check_lane_files(path, saved, key="resume")
-    check_same_engine(config, saved, path)
+    check_whole(saved, path)
     own, step = saved["txl_lightning"], saved["global_step"]
     for key in ("stop_at_step", "max_steps"):
         end = getattr(config.trainer, key)
@@ -107,24 +107,10 @@ def check_resumable(config: Config, found: Survey, path: str) -> None:
     raise ConfigError("data.fingerprint", found.fingerprint, rule, "restore the text, or start a new run")
 
 
-def check_same_engine(config: Config, saved: dict[str, Any], path: str) -> None:
-    """The optimizer's state is as the ranks of this run need it. Raises ConfigError."""
-    there = Config.from_dict(saved["txl_lightning"]["config"])
-    ranks, here = (of.trainer.devices * of.trainer.num_nodes for of in (there, config))
-    if checkpoint_file(path).is_dir():
-        same = config.strategy.sharded and config.strategy.stage == there.strategy.stage
-        cure = f"set strategy={there.strategy.title} trainer.devices={there.trainer.devices}"
-        cure = f"{cure}, or take its weights alone: txl convert ckpt={path} to=FILE"
-        rule = f"the run to go on with has optimizer state in {ranks} shares of {there.strategy.title}"
-        if not same:
-            raise ConfigError("strategy", config.strategy.title, f"{rule}, which no other can use", cure)
-        if config.strategy.stage and here != ranks:
-            raise ConfigError("trainer.devices", config.trainer.devices, f"{rule}; {here} ranks cannot use it", cure)
-    elif "optimizer_states" not in saved:
+def check_whole(saved: dict[str, Any], path: str) -> None:
+    """The checkpoint has what training goes on from, not weights alone. Raises ConfigError."""
+    if not checkpoint_file(path).is_dir() and "optimizer_states" not in saved:
         raise ConfigError("resume", path, "holds weights alone, no optimizer state", "give the run's own checkpoint")
-    elif config.strategy.sharded:
-        rule = "the run to go on with has its optimizer state in one piece, as DeepSpeed cannot use it"
-        raise ConfigError("strategy", config.strategy.title, rule, "leave it out, or use strategy=ddp")
 
 
 def check_plateau(config: Config, found: Meta) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
-from txl_lightning.checkpoints import BEST, FOLDER, LAST, lane_files, manifest
+from txl_lightning.checkpoints import BEST, FOLDER, LAST, lane_files, manifest, read_checkpoint, zero
 from txl_lightning.training import folders
 from txl_lightning.training.divergence import Diverged
 from txl_lightning.training.stopping import GracefulStop, Stopped, StoppedNow
@@ -49,6 +49,12 @@ class WholeFiles(TorchCheckpointIO):
         manifest.sync_folder(target.parent)
         if target.parent.name == FOLDER:
             lane_files.remove_unused(target.parent)
+
+    def load_checkpoint(self, path: Any, *rest: Any, **keys: Any) -> dict[str, Any]:
+        """A file, or a folder of DeepSpeed's whose shares are put together."""
+        if zero.is_folder(Path(path)):
+            return read_checkpoint(str(path), key="resume", optimizer=True)
+        return super().load_checkpoint(path, *rest, **keys)
 
 
 def checkpoint_callbacks(

@@ -60,7 +60,7 @@ RATES = ("rate", "rates", "span")
 weights."""
 
 
-def decays(name: str, parameter: nn.Parameter) -> bool:
+def decays(name: str, parameter: Tensor) -> bool:
     """Whether `optim.weight_decay` acts on a parameter: on matrices, but never on gates, `RATES` and `UNDECAYED`.
 
     Norms and biases are vectors.
@@ -87,13 +87,20 @@ def optimizer_bytes(weight_bytes: int, config: OptimConfig) -> int:
     return weight_bytes * (KINDS[config.name].averages + bool(config.momentum) + bool(config.ema))
 
 
+def parameter_groups(named: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
+    """Names and parameters in the optimizer's groups: those with weight decay, those without."""
+    groups: list[list[tuple[str, Tensor]]] = [[], []]
+    for name, parameter in named:
+        groups[0 if decays(name, parameter) else 1].append((name, parameter))
+    return groups
+
+
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> torch.optim.Optimizer:
     """Optimizer over the parameters, in two groups: with and without weight decay."""
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for name, parameter in named:
-        (decayed if decays(name, parameter) else plain).append(parameter)
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = [
+        {"params": [parameter for _, parameter in group], "weight_decay": decay}
+        for group, decay in zip(parameter_groups(named), (config.weight_decay, 0.0), strict=True)
+    ]
     kind = KINDS[config.name]
     keys = {name: getattr(config, name) for name in kind.keys}
     return check_optimizer(config)([g for g in groups if g["params"]], lr=config.lr, **keys, **dict(kind.fixed))  # type: ignore[call-arg]

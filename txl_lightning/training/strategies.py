@@ -19,7 +19,7 @@ from lightning.pytorch.strategies.strategy import Strategy
 
 from txl_lightning.config import Config, ConfigError, StrategyConfig
 from txl_lightning.errors import suggest
-from txl_lightning.training import folders
+from txl_lightning.training import engine_state, folders
 from txl_lightning.training.ddp import LanesDDP
 
 OWNED = {
@@ -203,11 +203,20 @@ class FolderDeepSpeed(DeepSpeedStrategy):
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What was stored beside weights and optimizer state, which the engine takes over."""
-        from txl_lightning.checkpoints import zero
+        """What was stored beside weights and optimizer state, which the engine takes over.
 
-        with zero.restricted_loading():
-            return super().load_checkpoint(Path(checkpoint_path).resolve(), weights_only)
+        A folder that as many ranks wrote under the same stage is read by DeepSpeed, each rank its part. From any other,
+        and from files, each rank reads the whole and takes its share.
+        """
+        from txl_lightning.checkpoints import read_checkpoint, zero
+
+        path = Path(checkpoint_path).resolve()
+        if zero.is_folder(path) and engine_state.is_as_stored(self.deepspeed_engine, path):
+            with zero.restricted_loading():
+                return super().load_checkpoint(path, weights_only)
+        saved = read_checkpoint(str(path), key="resume", optimizer=True)
+        engine_state.take_over(self.deepspeed_engine, saved)
+        return {name: held for name, held in saved.items() if name not in ("state_dict", "optimizer_states")}
 
     def _of_all_ranks(self, own: Any) -> list[Any]:
         found: list[Any] = [None] * self.world_size
