@@ -26,7 +26,8 @@ def launch(folder: Path, jobs: list[dict[str, Any]], *, world: int) -> dict[str,
 
     A job has a `name`, `overrides` of `tiny_config` and what to `do`: "fit", "resume" or "eval" (of `ckpt`; the first
     rank makes that file of the run `convert` first, if it is named). A fit finds every training loss of its rank; with
-    `ruin` the loss is not finite in the second segment of that step; with `record` it notes in that folder what it reads.
+    `ruin` the loss is not finite in the second segment of that step; with `record` it notes what it reads in that
+    folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))

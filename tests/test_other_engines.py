@@ -85,11 +85,110 @@ def same_optimizer(here: dict[str, Any], there: dict[str, Any], *, tolerance: fl
 
 
 @pytest.mark.distributed
-def test_two_ranks_then_one_then_two_under_other_stages(tmp_path: Path) -> None:
-    check_chains(
-        tmp_path,
-        {
-            "down": [("deepspeed_zero2", 2, 5), ("auto", 1, 11), ("deepspeed_zero3", 2, 20)],
-            "up": [("deepspeed_zero3", 2, 5), ("auto", 1, 11), ("deepspeed_zero1", 2, 20)],
-        },
+def test_two_ranks_then_one_then_two_under_another_stage(tmp_path: Path) -> None:
+    chain: list[Part] = [("deepspeed_zero2", 2, 5), ("auto", 1, 11), ("deepspeed_zero3", 2, 20)]
+    check_chains(tmp_path, {"chain": chain})
+
+
+CHAINS: dict[str, list[Part]] = {
+    "third_first": [("deepspeed_zero3", 2, 5), ("auto", 1, 11), ("deepspeed_zero1", 2, 20)],
+    "none_divided": [("deepspeed_zero0", 2, 5), ("deepspeed_zero2", 4, 11), ("ddp", 2, 20)],
+    "ddp_first": [("ddp", 2, 5), ("deepspeed_zero1", 4, 11), ("deepspeed_zero0", 2, 20)],
+    "same_stage": [("deepspeed_zero3", 2, 5), ("deepspeed_zero3", 4, 11), ("deepspeed_zero3", 2, 20)],
+    "same_ranks": [("deepspeed_zero1", 2, 5), ("deepspeed_zero2", 2, 11), ("deepspeed_zero3", 2, 20)],
+    "offloaded": [("deepspeed_zero2_offload", 2, 5), ("deepspeed_zero3_offload", 4, 11), ("auto", 1, 20)],
+    "one_first": [("auto", 1, 5), ("deepspeed_zero2", 4, 11), ("deepspeed_zero1", 2, 20)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_any_engine_goes_on_from_any_other(tmp_path: Path) -> None:
+    check_chains(tmp_path, CHAINS)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("optimizer", ["nadam", "radam", "rmsprop", "sgd", "lion", "adabelief"])
+def test_what_other_optimizers_keep_goes_along(optimizer: str, tmp_path: Path) -> None:
+    momentum = ["optim.momentum=0.9"] if optimizer in ("sgd", "rmsprop") else []
+    chain: list[Part] = [("deepspeed_zero2", 2, 5), ("auto", 1, 11), ("deepspeed_zero3", 2, 20)]
+    check_chains(tmp_path, {"chain": chain}, more=[f"optim={optimizer}", "optim.lr=1e-3", *momentum])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_float32_copies_go_along_in_bf16(stage: int, tmp_path: Path) -> None:
+    """Put together and cut again without a step: weights and averages are the same, bit for bit."""
+    write_corpus(tmp_path / "corpus.txt", n_byte=N_BYTE)
+    more = ["trainer.precision=bf16-mixed"]
+    first: Part = (f"deepspeed_zero{stage}", 2, 5)
+    go_on(tmp_path, {"run": [first]}, more=more)
+    before = read_checkpoint(str(tmp_path / "run"), optimizer=True)
+    assert not all(torch.equal(w, w.bfloat16().float()) for w in before["state_dict"].values())
+    for strategy, ranks in ((f"deepspeed_zero{(stage + 2) % 4}", 4), (f"deepspeed_zero{stage}", 2)):
+        job = job_of(tmp_path, "run", (strategy, ranks, 5), more=more, fresh=False)
+        launch(tmp_path / f"launch_{strategy}", [job], world=ranks)
+        after = read_checkpoint(str(tmp_path / "run"), optimizer=True)
+        assert len(after["txl_lightning"]["ranks"]) == ranks and after["global_step"] == 5
+        for part in ("state_dict", "optimizer_states"):
+            torch.testing.assert_close(after[part], before[part], rtol=0, atol=0)
+
+
+SHAPES: dict[str, tuple[int, ...]] = {"a": (3, 5), "b": (1,), "c": (4, 1, 2), "d": (7,), "e": (2,)}
+
+
+def layout_of(kind: str, ranks: int) -> Layout:
+    if kind == "each":
+        return side_by_side(SHAPES, ranks=ranks)
+    paddings = (1, 3, 0, 2, 0) if kind == "aligned" else ()
+    size = -(-(sum(torch.Size(shape).numel() for shape in SHAPES.values()) + sum(paddings)) // ranks)
+    return one_after_the_other(SHAPES, ranks=ranks, share=size + 1, paddings=paddings)
+
+
+def expected_share(kind: str, values: dict[str, torch.Tensor], *, rank: int, layout: Layout) -> list[float]:
+    """A rank's share, number by number, with 0 wherever something is filled up."""
+    if kind == "each":
+        found: list[float] = []
+        for value in values.values():
+            size = -(-value.numel() // layout.ranks)
+            filled = value.flatten().tolist() + [0.0] * (size * layout.ranks - value.numel())
+            found += filled[rank * size : (rank + 1) * size]
+        return found
+    line: list[float] = []
+    for value, free in zip(values.values(), (1, 3, 0, 2, 0) if kind == "aligned" else (0,) * 5, strict=True):
+        line += value.flatten().tolist() + [0.0] * free
+    line += [0.0] * (layout.share * layout.ranks - len(line))
+    return line[rank * layout.share : (rank + 1) * layout.share]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 40])
+@pytest.mark.parametrize("kind", ["each", "whole", "aligned"])
+def test_what_is_cut_into_shares_is_joined_again(kind: str, ranks: int) -> None:
+    layout = layout_of(kind, ranks)
+    values = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    cut = [layout.cut(values, rank=rank) for rank in range(ranks)]
+    for rank, share in enumerate(cut):
+        assert share.tolist() == expected_share(kind, values, rank=rank, layout=layout)
+    joined = dict(layout.join(cut))
+    assert joined.keys() == values.keys() and all(torch.equal(joined[name], values[name]) for name in values)
+
+
+def test_the_state_of_an_optimizer_is_cut_and_joined() -> None:
+    """What every parameter has for each of its elements, what it has once, and what it does not have yet."""
+    layout = layout_of("each", 3)
+    states = {
+        name: {"step": torch.tensor(4.0), "average": torch.randn(shape), "kind": None} for name, shape in SHAPES.items()
+    }
+    shares = [cut_state(layout, states, rank=rank) for rank in range(3)]
+    assert all(share["step"] == 4.0 and share["kind"] is None and share["average"].dim() == 1 for share in shares)
+    joined = joined_state(layout, shares)
+    for name, state in states.items():
+        assert torch.equal(joined[name]["average"], state["average"]) and joined[name]["step"] == 4.0
+    early = {name: state for name, state in states.items() if name != "d"}
+    later = joined_state(layout, [cut_state(layout, early, rank=rank) for rank in range(3)])
+    assert torch.equal(later["d"]["average"], torch.zeros(7)) and torch.equal(
+        later["a"]["average"], joined["a"]["average"]
     )
+    assert cut_state(layout, {}, rank=0) == {}

@@ -77,11 +77,11 @@ def test_ranks_come_and_go(here: Path, capfd: pytest.CaptureFixture[str]) -> Non
     capfd.readouterr()
     one = ["fit", "resume=run", "trainer.devices=1", "trainer.lane_chunks=2", "trainer.stop_at_step=11"]
     fit(*one, notes=here / "seen")
-    said = capfd.readouterr().out
+    said = capfd.readouterr().err
     assert "the lanes of 2 ranks are shared out among 1" in said and "in 2 chunks instead of 1" in said
     assert "lanes at a time instead of" not in said  # two, as before
     fit("fit", "resume=run", "trainer.devices=4", "trainer.lane_chunks=1", ranks=4, notes=here / "seen")
-    assert "the lanes of 1 ranks are shared out among 4" in capfd.readouterr().out
+    assert "the lanes of 1 ranks are shared out among 4" in capfd.readouterr().err
     seen = trained_on(here / "seen")
     assert set(seen.values()) == {1} and seen == trained_on(here / "once")
     config = Config.from_dict(torch.load(here / "run" / "checkpoints" / "last.ckpt")["txl_lightning"]["config"])
@@ -91,18 +91,41 @@ def test_ranks_come_and_go(here: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert [step for step, _ in curve(here / "run")] == list(range(1, 18))
 
 
-def test_what_a_resume_on_other_ranks_says() -> None:
-    def config(devices: int, chunks: int = 1) -> Config:
-        return load(
-            ["data.batch_size=8", f"trainer.devices={devices}", "strategy=ddp", f"trainer.lane_chunks={chunks}"]
-        )
+def said_of(config: Config, *, ranks: int, strategy: str = "ddp") -> list[str]:
+    there = load([f"strategy={strategy}", "data.batch_size=8", f"trainer.devices={ranks if strategy != 'auto' else 1}"])
+    return what_changes(config, ranks=ranks, lane_chunks=1, strategy=there.strategy)
 
-    assert what_changes(config(2), ranks=2, lane_chunks=1) == []
-    shared, fewer = what_changes(config(1), ranks=4, lane_chunks=1)
+
+def test_what_a_resume_on_other_ranks_says() -> None:
+    def config(devices: int, chunks: int = 1, strategy: str = "ddp", precision: str = "32-true") -> Config:
+        keys = [f"trainer.devices={devices}", f"strategy={strategy}", f"trainer.lane_chunks={chunks}"]
+        return load(["data.batch_size=8", f"trainer.precision={precision}", *keys])
+
+    assert said_of(config(2), ranks=2) == []
+    shared, fewer = said_of(config(1), ranks=4)
     assert "random numbers are seeded anew from seed, step and rank" in shared
     assert "a rank reads 8 lanes at a time instead of 2" in fewer and "trainer.lane_chunks=4 reads 2" in fewer
-    assert len(what_changes(config(1, 4), ranks=4, lane_chunks=1)) == 2  # ranks and chunks, nothing to propose
-    assert len(what_changes(config(8), ranks=4, lane_chunks=1)) == 1
+    assert len(said_of(config(1, 4), ranks=4)) == 2  # ranks and chunks, nothing to propose
+    assert len(said_of(config(8), ranks=4)) == 1
+    engine = config(2, strategy="deepspeed_zero3")
+    assert said_of(engine, ranks=2) == [] == said_of(engine, ranks=2, strategy="deepspeed_zero1")
+    assert "strategy=ddp trainer.lane_chunks=2 reads 2" in said_of(engine, ranks=4, strategy="deepspeed_zero3")[1]
+
+
+@pytest.mark.parametrize(
+    ("precision", "there", "said"),
+    [
+        ("16-mixed", "ddp", "the loss scale of half precision is not kept"),
+        ("16-mixed", "deepspeed_zero2", "the loss scale of half precision is not kept"),
+        ("16-mixed", "deepspeed_zero3", None),
+        ("bf16-mixed", "ddp", "in bf16-mixed deepspeed_zero3 rounds elsewhere than ddp"),
+        ("bf16-mixed", "deepspeed_zero1", None),
+    ],
+)
+def test_what_another_engine_does_not_keep_is_said(precision: str, there: str, said: str | None) -> None:
+    keys = ["data.batch_size=8", "trainer.devices=2", "strategy=deepspeed_zero3", f"trainer.precision={precision}"]
+    found = said_of(load(keys), ranks=2, strategy=there)
+    assert found == [] if said is None else len(found) == 1 and found[0].startswith(said)
 
 
 def test_ranks_that_do_not_divide_the_lanes_are_refused_at_a_resume(

@@ -567,6 +567,9 @@ class Config(TopConfig):
         if self.optim.name in WHOLE_TENSORS and (self.strategy.stage or self.trainer.precision != "32-true"):
             rule = f"looks at whole matrices, and strategy={title} gives the optimizer flat pieces of them"
             raise self.optim.refuse("name", rule, "use optim=adamw, or strategy=ddp")
+        if self.optim.name == "adagrad" and self.strategy.stage:
+            rule = "DeepSpeed makes it anew, with one group of parameters where ours has two, and fails"
+            raise self.optim.refuse("name", rule, "use optim=adamw, or strategy=ddp")
 
     def _check_fit_at_evaluation(self) -> None:
         """The memory's rules about segments hold for those of evaluation too, and are said of their key."""

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from txl_lightning.compose import compose_job
-from txl_lightning.config import RUNS, Config
+from txl_lightning.config import RUNS, Config, StrategyConfig
 from txl_lightning.errors import ConfigError, yaml_text
 from txl_lightning.keys import names
 from txl_lightning.options import FitOptions
@@ -97,21 +97,22 @@ def check_ranks(values: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
     raise ConfigError("trainer.devices", devices, rule, f"set it to {' or '.join(map(str, near)) or 'fewer nodes'}")
 
 
-def what_changes(config: Config, *, ranks: int, lane_chunks: int) -> list[str]:
-    """Sentences on what a resume on other ranks or in other chunks cannot keep; empty: all of it is kept.
+def what_changes(config: Config, *, ranks: int, lane_chunks: int, strategy: StrategyConfig) -> list[str]:
+    """Sentences on what a resume on other ranks, in other chunks or by another engine cannot keep; empty: all is kept.
 
     Args:
         config: of the run as it goes on.
-        ranks, lane_chunks: those it had.
+        ranks, lane_chunks, strategy: those it had.
     """
     now, lanes, chunks = config.trainer.devices * config.trainer.num_nodes, config.data.batch_size, lane_chunks
     said = []
     if now != ranks:
         said.append(
-            f"the lanes of {ranks} ranks are shared out among {now}: text, memory, weights and schedule go on as they "
-            "were, losses agree up to rounding; random numbers are seeded anew from seed, step and rank, so with "
-            "dropout the curve is not the one it would have been"
+            f"the lanes of {ranks} ranks are shared out among {now}: text, memory, weights, optimizer and schedule go "
+            "on as they were, losses agree up to rounding; random numbers are seeded anew from seed, step and rank, so "
+            "with dropout the curve is not the one it would have been"
         )
+    said += _of_another_engine(config, moved=now != ranks, strategy=strategy)
     if config.trainer.lane_chunks != lane_chunks:
         said.append(
             f"lanes are read in {config.trainer.lane_chunks} chunks instead of {chunks}: losses agree up to rounding, "
@@ -120,11 +121,25 @@ def what_changes(config: Config, *, ranks: int, lane_chunks: int) -> list[str]:
     before, after = lanes // ranks // lane_chunks, lanes // now // config.trainer.lane_chunks
     if after > before:
         proposed = chunks_for_fewer(lanes=lanes // now, at_most=before)
+        engine = "strategy=ddp " if config.strategy.sharded else ""  # deepspeed takes no chunks
         said.append(
             f"a rank reads {after} lanes at a time instead of {before}; if that is more than a device holds, "
-            f"trainer.lane_chunks={proposed} reads {lanes // now // proposed}"
+            f"{engine}trainer.lane_chunks={proposed} reads {lanes // now // proposed}"
         )
     return said
+
+
+def _of_another_engine(config: Config, *, moved: bool, strategy: StrategyConfig) -> list[str]:
+    """What DeepSpeed and Lightning do not have in common. `moved`: to other ranks; `strategy`: the run's so far."""
+    here, precision = config.strategy, config.trainer.precision
+    same = here.sharded == strategy.sharded and here.stage == strategy.stage
+    if not (here.sharded or strategy.sharded) or (same and not moved):
+        return []
+    if precision.startswith("16"):
+        return ["the loss scale of half precision is not kept and starts anew: the first steps may be left out"]
+    if precision == "bf16-mixed" and here.sharded != strategy.sharded:
+        return [f"in bf16-mixed {here.title} rounds elsewhere than {strategy.title}: the losses are near, not the same"]
+    return []
 
 
 def check_agreement(config: Config, stored: Mapping[str, Any]) -> None:

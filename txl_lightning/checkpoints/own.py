@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from txl_lightning.checkpoints import lane_files, manifest, zero
-from txl_lightning.config import Config, ConfigError
+from txl_lightning.config import Config, ConfigError, StrategyConfig
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.model.weights import load_weights
 
@@ -43,9 +43,7 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_file() or zero.is_folder(path)
 
 
-def read_checkpoint(
-    path: str, *, key: str = "ckpt", weights: bool = True, optimizer: bool = False
-) -> dict[str, Any]:
+def read_checkpoint(path: str, *, key: str = "ckpt", weights: bool = True, optimizer: bool = False) -> dict[str, Any]:
     """Everything in a checkpoint, on the CPU, as plain containers and tensors.
 
     Args:
@@ -130,6 +128,7 @@ class Stand:
     step: int  # optimizer steps made
     ranks: int  # 0: not known
     lane_chunks: int
+    strategy: StrategyConfig
 
 
 def read_stand(path: str) -> Stand:
@@ -139,8 +138,13 @@ def read_stand(path: str) -> Stand:
     else:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     own = saved["txl_lightning"]
-    chunks = own["config"].get("trainer", {}).get("lane_chunks", 1)
-    return Stand(step=int(saved["global_step"]), ranks=len(own.get("ranks", ())), lane_chunks=int(chunks))
+    config = Config.from_dict(own["config"])
+    return Stand(
+        step=int(saved["global_step"]),
+        ranks=len(own.get("ranks", ())),
+        lane_chunks=config.trainer.lane_chunks,
+        strategy=config.strategy,
+    )
 
 
 def load_checkpoint(path: str, config: Config | None = None) -> TransformerXL:

@@ -2,8 +2,8 @@
 
 DeepSpeed gives the optimizer flat vectors, each of the parameters of one group (under stage 3 groups above 1e9 numbers
 are several vectors). Stages 1 and 2 lay the parameters one after the other and cut the whole into as many equal shares
-as there are ranks; stage 3 cuts each parameter, and a rank's vector is its shares of them, one after the other. Both fill
-up what does not divide. Whatever has no element for each parameter (a step count) is the same in all shares.
+as there are ranks; stage 3 cuts each parameter, and a rank's vector is its shares of them, one after the other. Both
+fill up what does not divide. Whatever has no element for each parameter (a step count) is the same in all shares.
 """
 
 from __future__ import annotations

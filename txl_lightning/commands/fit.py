@@ -196,8 +196,10 @@ def _fit(
             write_facts(run_dir, config, data.data.meta, resumed_at=step)
             print(f"run folder {run_dir}{'' if step is None else f', going on from step {step}'}", flush=True)
             if stand is not None and stand.ranks:
-                for said in what_changes(config, ranks=stand.ranks, lane_chunks=stand.lane_chunks):
-                    print(said, flush=True)
+                for said in what_changes(
+                    config, ranks=stand.ranks, lane_chunks=stand.lane_chunks, strategy=stand.strategy
+                ):
+                    print(said, file=sys.stderr, flush=True)
         for logger in trainer.loggers:
             logger.log_hyperparams(config.to_dict())
         trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=None if resume is None else True)

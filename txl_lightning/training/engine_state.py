@@ -1,8 +1,8 @@
 """DeepSpeed's engine takes over weights and optimizer state that were stored in one piece.
 
 What DeepSpeed can load is what the same rank of as many ranks under the same stage has written. So here the rank's own
-state is taken, its numbers are replaced by this rank's shares of the stored ones, and the engine is given it as if it had
-been read.
+state is taken, its numbers are replaced by this rank's shares of the stored ones, and the engine is given it as if it
+had been read.
 """
 
 from __future__ import annotations
@@ -73,12 +73,15 @@ def _load_shares(
     if vectors not in own:
         vectors, inner = "single_partition_of_fp32_groups", "base_optimizer_state"
     wanted = layouts(engine)
-    own[vectors] = [layout.cut({name: weights[name].float() for name in _names(layout)}, rank=rank) for layout in wanted]
+    own[vectors] = [
+        layout.cut({name: weights[name].float() for name in _names(layout)}, rank=rank) for layout in wanted
+    ]
     cut = {number: shares.cut_state(layout, state, rank=rank) for number, layout in enumerate(wanted)}
     own[inner] = {
         "state": {number: held for number, held in cut.items() if held},
         "param_groups": [
-            {**theirs, "params": ours["params"]} for theirs, ours in zip(groups, own[inner]["param_groups"], strict=True)
+            {**theirs, "params": ours["params"]}
+            for theirs, ours in zip(groups, own[inner]["param_groups"], strict=True)
         ],
     }
     engine.optimizer.load_state_dict({rank: own}, load_optimizer_states=True, load_from_fp32_weights=True)

@@ -160,7 +160,8 @@ def _zero_keys() -> tuple[str, ...]:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     fields = DeepSpeedZeroConfig.model_fields
-    return tuple({*fields, *(str(field.alias) for field in fields.values() if field.alias)})
+    names = {*fields, *(str(field.alias) for field in fields.values() if field.alias)}
+    return tuple(names - {"elastic_checkpoint", "load_from_fp32_weights"})  # they say what of a checkpoint is left out
 
 
 class FolderDeepSpeed(DeepSpeedStrategy):
