@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -24,8 +25,9 @@ TIMEOUT_S = 1200
 def launch(folder: Path, jobs: list[dict[str, Any]], *, world: int) -> dict[str, list[Any]]:
     """Run jobs in `world` processes; by the job's name a list with what each rank found.
 
-    A job has a `name`, `overrides` of `tiny_config` and what to `do`: "fit", "resume" or "eval" (of `ckpt`; the first
-    rank makes that file of the run `convert` first, if it is named). A fit finds every training loss of its rank; with
+    A job has a `name`, `overrides` of `tiny_config` and what to `do`: "fit", "resume", "full", "eval" (of `ckpt`; the
+    first rank makes that file of the run `convert` first, if it is named). "full" resumes while the second rank can write
+    no file of more than `room` bytes, and finds what is said. A fit finds every training loss of its rank; with
     `ruin` the loss is not finite in the second segment of that step; with `record` it notes what it reads in that
     folder.
     """
@@ -72,7 +74,7 @@ def main(folder: Path) -> None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     with quiet_lightning():
         for job in json.loads((folder / "jobs.json").read_text()):
-            found = evaluated(folder, job) if job["do"] == "eval" else fitted(folder, job)
+            found = {"eval": evaluated, "full": told_full}.get(job["do"], fitted)(folder, job)
             (folder / f"{job['name']}.{rank}.json").write_text(json.dumps(found))
 
 
@@ -88,6 +90,21 @@ def fitted(folder: Path, job: dict[str, Any]) -> list[float]:
     with ruined(job.get("ruin", -1)):
         fit(config, resume=last, callbacks=observers)
     return seen.values
+
+
+def told_full(folder: Path, job: dict[str, Any]) -> str:
+    from txl_lightning.training.trouble import NotWritten
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if os.environ.get("LOCAL_RANK") == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["room"], before[1]))
+    try:
+        fitted(folder, {**job, "do": "resume"})
+    except NotWritten as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    raise AssertionError("all was written")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from tests.ranked import launch
 from tests.tiny import tiny_config, write_corpus
 from txl_lightning import cli, registry
-from txl_lightning.checkpoints import read_checkpoint
+from txl_lightning.checkpoints import manifest, read_checkpoint, read_stand
 from txl_lightning.commands.dry_run import needs
 from txl_lightning.commands.fit import fit
 from txl_lightning.config import ConfigError, load
@@ -132,6 +132,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for stage, more in ((1, []), (2, ["trainer.save_top_k=2"]), (3, ["model.checkpointing=true"])):
         mine = [*keys, *more, f"strategy=deepspeed_zero{stage}", f"run_dir={place / f'zero{stage}'}"]
         jobs.append({"name": f"zero{stage}", "do": "fit", "overrides": mine})
+    for do in ("fit", "full"):
+        limit = ["trainer.stop_at_step=3"] if do == "fit" else []
+        mine = [*STEADY, *TWO, "strategy=deepspeed_zero3", f"run_dir={place / 'full'}", *limit]
+        jobs.append({"name": do, "do": do, "overrides": mine, "room": 50_000})
     launch(place, jobs, world=2)
     return place
 
@@ -175,6 +179,27 @@ def test_convert_needs_both_names(
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": {}, "txl_lightning": {"config": load().to_dict(), "data_fingerprint": None}}, "x")
     assert message in refused(capsys, "convert", typed)
+
+
+@pytest.mark.distributed
+def test_one_rank_without_room_ends_all_with_what_to_do(trained: Path) -> None:
+    """The checkpoint before it stays, and nothing of the new one."""
+    folder = trained / "full" / "checkpoints"
+    last = folder / "last.ckpt"
+    for rank in range(2):
+        said = json.loads((trained / f"full.{rank}.json").read_text())
+        assert said.startswith(f"on rank 1 {folder / 'best.ckpt'} cannot be written: File too large; what was there")
+        assert said.endswith(f"go on with resume={trained / 'full'}")
+    assert read_stand(str(last)).step == 3 and not manifest.is_damaged(last)
+    assert not list(folder.glob(".*"))
+
+
+@pytest.mark.distributed
+def test_the_best_of_several_is_written_once(trained: Path) -> None:
+    folder = trained / "zero2" / "checkpoints"
+    kept = {os.readlink(link) for link in folder.glob("step_*.ckpt")}
+    assert len(kept) == 2 and os.readlink(folder / "best.ckpt") in kept
+    assert len([path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]) == 4  # last, previous
 
 
 @pytest.mark.distributed

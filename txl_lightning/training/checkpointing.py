@@ -17,7 +17,7 @@ from txl_lightning.checkpoints import BEST, FOLDER, LAST, lane_files, manifest, 
 from txl_lightning.training import folders
 from txl_lightning.training.divergence import Diverged
 from txl_lightning.training.stopping import GracefulStop, Stopped, StoppedNow
-from txl_lightning.training.strategies import is_sound
+from txl_lightning.training.strategies import FolderDeepSpeed, is_sound
 from txl_lightning.training.trouble import NotWritten, names_its_file
 
 
@@ -126,11 +126,19 @@ class KeepBest(Checkpoint):
         if self.top_k > 1 and [loss, step] in self.ranking:
             trainer.save_checkpoint(self._of_step(step))
         if self.ranking[0] == [loss, step]:
-            trainer.save_checkpoint(self.folder / BEST)
+            self._keep_as_best(trainer, step)
         if trainer.is_global_zero:
             for _, old in dropped:
                 self._of_step(int(old)).unlink(missing_ok=True)
             folders.remove_unused(self.folder)
+
+    def _keep_as_best(self, trainer: L.Trainer, step: int) -> None:
+        best, folder = self.folder / BEST, self._of_step(step)
+        if self.top_k == 1 or not isinstance(trainer.strategy, FolderDeepSpeed):
+            trainer.save_checkpoint(best)
+        elif trainer.is_global_zero:  # it has just been written
+            folders.point(best, folder.resolve())
+            manifest.sync_folder(self.folder)
 
     def _of_step(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}.ckpt"

@@ -17,10 +17,12 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 
+from txl_lightning.checkpoints.manifest import Facts
 from txl_lightning.config import Config, ConfigError, StrategyConfig
 from txl_lightning.errors import suggest
-from txl_lightning.training import engine_state, folders
+from txl_lightning.training import engine_files, engine_state, folders
 from txl_lightning.training.ddp import LanesDDP
+from txl_lightning.training.trouble import NotWritten, cannot_be_written
 
 OWNED = {
     "train_batch_size": "data.batch_size",
@@ -192,16 +194,45 @@ class FolderDeepSpeed(DeepSpeedStrategy):
         """It is all in the settings: the module tells the engine where a step ends."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Every rank writes its part; `filepath` becomes the name of the whole. Every rank must call it."""
+        """Every rank writes its part; `filepath` becomes the name of the whole. Every rank must call it.
+
+        Raises:
+            NotWritten: on all ranks, if one of them cannot write; nothing of it stays.
+        """
         target = Path(self.broadcast(str(filepath)))
         folder = Path(self.broadcast(str(folders.new_place(target, step=checkpoint["global_step"]))))
         part = folder.with_name(f".{folder.name}.part")
-        client = {name: held for name, held in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
-        self.deepspeed_engine.save_checkpoint(str(part), client_state=client, tag=folders.TAG)
-        found = self._of_all_ranks(folders.flushed(part, rank=self.global_rank))
+        given = {name: held for name, held in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        self._demand_written(engine_files.make(part), target, part)
+        self._demand_written(engine_files.write(self.deepspeed_engine, part, given), target, part)
+        found = self._flushed(target, part)
+        cause = None
         if self.is_global_zero:
-            folders.give_name(part, folder, target, files={name: facts for own in found for name, facts in own.items()})
-        self.barrier()
+            try:
+                folders.give_name(part, folder, target, files={n: facts for own in found for n, facts in own.items()})
+            except OSError as error:
+                cause = engine_files.number_of(error)
+        self._demand_written(cause, target, part)
+
+    def _flushed(self, target: Path, part: Path) -> list[dict[str, Facts]]:
+        """What each rank wrote, when all of it is on disk. Raises NotWritten on all ranks."""
+        own, cause = {}, None
+        try:
+            own = folders.flushed(part, rank=self.global_rank)
+        except OSError as error:
+            cause = engine_files.number_of(error)
+        self._demand_written(cause, target, part)
+        return self._of_all_ranks(own)
+
+    def _demand_written(self, cause: int | None, target: Path, part: Path) -> None:
+        """Go on together if no rank has met trouble with the disk. Raises NotWritten on all of them."""
+        causes = self._of_all_ranks(cause)
+        failed = next((rank for rank, found in enumerate(causes) if found is not None), None)
+        if failed is None:
+            return
+        if self.is_global_zero:  # what the others wrote takes room that may be short
+            shutil.rmtree(part, ignore_errors=True)
+        raise NotWritten(f"on rank {failed} {cannot_be_written(target, causes[failed])}")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """What was stored beside weights and optimizer state, which the engine takes over.

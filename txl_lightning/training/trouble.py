@@ -87,12 +87,15 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        cause = _system_error(error)
+        cause = system_error(error)
         if cause is None:
             raise
-        raise NotWritten(
-            f"{path} cannot be written: {os.strerror(cause)}; {_cure(cause, path, _run_of(path))}"
-        ) from error
+        raise NotWritten(cannot_be_written(path, cause)) from error
+
+
+def cannot_be_written(path: Path, cause: int) -> str:
+    """That a file of a run cannot be, and what to do. `cause`: the system's number of it."""
+    return f"{path} cannot be written: {os.strerror(cause)}; {_cure(cause, path, _run_of(path))}"
 
 
 def names_its_file(method: Callable[..., None]) -> Callable[..., None]:
@@ -106,7 +109,7 @@ def names_its_file(method: Callable[..., None]) -> Callable[..., None]:
     return named
 
 
-def _system_error(error: BaseException | None) -> int | None:
+def system_error(error: BaseException | None) -> int | None:
     """The system's number for a full disk or a lack of permission; torch's writer wraps its own error around it."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (*DISK_FULL, *NO_ACCESS):
