@@ -26,8 +26,8 @@ def launch(folder: Path, jobs: list[dict[str, Any]], *, world: int) -> dict[str,
     """Run jobs in `world` processes; by the job's name a list with what each rank found.
 
     A job has a `name`, `overrides` of `tiny_config` and what to `do`: "fit", "resume", "full", "eval" (of `ckpt`; the
-    first rank makes that file of the run `convert` first, if it is named). "full" resumes while the second rank can write
-    no file of more than `room` bytes, and finds what is said. A fit finds every training loss of its rank; with
+    first rank makes that file of the run `convert` first, if it is named). "full" resumes while the second rank can
+    write no file of more than `room` bytes, and finds what is said. A fit finds every training loss of its rank; with
     `ruin` the loss is not finite in the second segment of that step; with `record` it notes what it reads in that
     folder.
     """

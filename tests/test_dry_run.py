@@ -163,8 +163,30 @@ def test_what_cannot_fit_is_refused_with_what_to_turn(tmp_path: Path, monkeypatc
     with pytest.raises(ConfigError) as refused:
         dry_run.needs(tiny_config(tmp_path))
     said = str(refused.value)
-    assert "data.batch_size=4: a step needs 1." in said and "per rank and the device has 1 MiB; " in said
+    assert "data.batch_size=4: a step needs 1." in said and "per rank and the machine has 1 MiB of memory; " in said
     assert "set model.checkpointing=true (now false)" in said and "memory.mem_len=64; dry_run=true" in said
+
+
+def test_ranks_of_one_machine_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = tiny_config(tmp_path, "trainer.devices=2", "strategy=ddp")
+    own = dry_run.needs(two).total_bytes
+    monkeypatch.setattr(dry_run, "_available", lambda kind: 2 * own)
+    assert dry_run.needs(two).local_ranks == 2
+    monkeypatch.setattr(dry_run, "_available", lambda kind: 2 * own - 1)
+    with pytest.raises(ConfigError, match=r"per rank, \S+ \SiB for the 2 ranks here, and the machine has"):
+        dry_run.needs(two)
+    four = tiny_config(tmp_path, "trainer.devices=2", "trainer.num_nodes=2", "strategy=ddp")
+    assert dry_run.needs(four).local_ranks == 2  # the other two have a machine of their own
+
+
+def test_what_devices_leave_in_main_memory_must_fit_there(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "trainer.devices=2", "strategy=ddp")
+    found = replace(dry_run.needs(config), host_bytes=600, machine_bytes=1200)
+    dry_run._refuse_too_much(found, config, kind="cuda")
+    with pytest.raises(ConfigError, match=r"trainer\.devices=2: a step needs .* and the machine has .* of main memory"):
+        dry_run._refuse_too_much(replace(found, machine_bytes=1199), config, kind="cuda")
+    with pytest.raises(ConfigError, match=r"per rank and the device has 1 B; "):
+        dry_run._refuse_too_much(replace(found, available_bytes=1), config, kind="cuda")
 
 
 PUBLISHED = {None: 120.0, 1: 31.4, 2: 16.6, 3: 1.88}

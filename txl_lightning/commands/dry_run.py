@@ -36,8 +36,10 @@ class Needs:
     activation_bytes: int
     steps_per_epoch: int  # once accumulation has begun
     epochs: float  # in max_steps
-    available_bytes: int | None  # None: the device does not say
+    available_bytes: int | None  # on the device; None: it does not say
     host_bytes: int = 0  # in main memory, where what is computed with on the device is kept
+    local_ranks: int = 1  # of this machine
+    machine_bytes: int | None = None  # main memory, for all of them. None: it does not say
 
     @property
     def total_bytes(self) -> int:
@@ -78,8 +80,10 @@ def needs(config: Config) -> Needs:
         steps_per_epoch=steps_per_epoch,
         epochs=alone / segments + (keys.max_steps - alone) / steps_per_epoch,
         available_bytes=_available(kind),
+        local_ranks=keys.devices,
+        machine_bytes=_available("cpu"),
     )
-    _refuse_too_much(found, config)
+    _refuse_too_much(found, config, kind=kind)
     return found
 
 
@@ -98,12 +102,24 @@ def _held(config: Config, step: Footprint, *, ranks: int, kind: str, precision: 
     )
 
 
-def _refuse_too_much(found: Needs, config: Config) -> None:
-    if found.available_bytes is None or found.total_bytes <= found.available_bytes:
+def _refuse_too_much(found: Needs, config: Config, *, kind: str) -> None:
+    """The device has room for a step, and main memory for what all ranks of this machine keep there."""
+    here = found.total_bytes
+    if kind != "cpu" and found.available_bytes is not None and here > found.available_bytes:
+        rule = (
+            f"a step needs {bytes_in_words(here)} per rank and the device has {bytes_in_words(found.available_bytes)}"
+        )
+        raise ConfigError("data.batch_size", config.data.batch_size, rule, what_saves_memory(config))
+    own = found.host_bytes + (here if kind == "cpu" else 0)
+    if found.machine_bytes is None or own * found.local_ranks <= found.machine_bytes:
         return
-    needed, there = bytes_in_words(found.total_bytes), bytes_in_words(found.available_bytes)
-    rule = f"a step needs {needed} per rank and the device has {there}"
-    raise ConfigError("data.batch_size", config.data.batch_size, rule, what_saves_memory(config))
+    needed, ranks = bytes_in_words(own), found.local_ranks
+    everybody = f", {bytes_in_words(own * ranks)} for the {ranks} ranks here," if ranks > 1 else ""
+    rule = f"a step needs {needed} per rank{everybody} and the machine has {bytes_in_words(found.machine_bytes)}"
+    if kind == "cpu":
+        raise ConfigError("data.batch_size", config.data.batch_size, f"{rule} of memory", what_saves_memory(config))
+    cure = "take fewer ranks per machine, or keep memory and optimizer on the devices"
+    raise ConfigError("trainer.devices", ranks, f"{rule} of main memory", cure)
 
 
 def show_needs(config: Config) -> None:
