@@ -9,13 +9,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 
 from tests.ranked import launch
 from tests.tiny import tiny_config, write_corpus
-from txl_lightning import cli, registry
+from txl_lightning import TextDataModule, TransformerXLModule, cli, registry
 from txl_lightning.checkpoints import manifest, read_checkpoint, read_stand
+from txl_lightning.commands.convert import convert
 from txl_lightning.commands.dry_run import needs
 from txl_lightning.commands.fit import fit
 from txl_lightning.config import ConfigError, load
@@ -170,6 +172,19 @@ def test_folders_are_scored_sampled_exported_and_converted(runs: Path, capsys: p
     assert torch.load(runs / "zero2.ckpt", weights_only=True)["global_step"] == 6
     assert len(list((runs / "zero2" / "checkpoints").glob("step_*.ckpt"))) == 2
     assert "is the checkpoint itself" in refused(capsys, "convert", "ckpt=zero2.ckpt", "to=zero2.ckpt")
+
+
+def test_converted_weights_are_a_checkpoint_of_lightning_s(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "trainer.max_steps=4", "logger=none")
+    trained = fit(config)
+    file, data = str(tmp_path / "weights.ckpt"), TextDataModule(config)
+    torch.save(convert(str(tmp_path / "run")), file)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    module = TransformerXLModule.load_from_checkpoint(file, config=config)
+    trainer.validate(module, data, verbose=False)
+    loaded = TransformerXLModule(config)
+    trainer.validate(loaded, data, ckpt_path=file, weights_only=True, verbose=False)
+    assert module.scores["val"] == loaded.scores["val"] == trained.module.scores["val"]
 
 
 @pytest.mark.parametrize(("typed", "message"), [("ckpt=x", "to=null: is required"), ("to=x", "ckpt=: is missing")])

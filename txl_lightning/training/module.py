@@ -380,7 +380,8 @@ class TransformerXLModule(L.LightningModule):
         if self._trainer is not None and self._trainer.state.fn == "fit":
             self._demand_same_text(there=saved["data_fingerprint"], what="the checkpoint was trained on")
             self._resume(saved)
-        self.lanes.load_state_dict(saved["lanes"], checkpoint=self._trainer.ckpt_path if self._trainer else None)
+        if saved["lanes"]:  # else weights alone
+            self.lanes.load_state_dict(saved["lanes"], checkpoint=self._trainer.ckpt_path if self._trainer else None)
 
     def _ranks_write_lanes(self, *, marked: bool) -> bool:
         """Whether each rank writes its own lanes: those of all are too much for one, and the strategy can."""
