@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -20,6 +19,7 @@ from txl_lightning.training import progress, rng
 from txl_lightning.training.accumulation import Window, next_window
 from txl_lightning.training.averaging import MovingAverage
 from txl_lightning.training.clock import Clock
+from txl_lightning.training.curves import Showing
 from txl_lightning.training.datamodule import TextDataModule
 from txl_lightning.training.ddp import LanesDDP
 from txl_lightning.training.divergence import Diverged, Guard, NonFiniteLoss
@@ -30,7 +30,7 @@ from txl_lightning.training.strategies import clips_itself, engine_of, is_sound
 from txl_lightning.types import Batch, Chunk, Position, State, detach
 
 
-class TransformerXLModule(L.LightningModule):
+class TransformerXLModule(Showing):
     """Trains TransformerXL on ordered lanes with automatic optimisation.
 
     Training keeps its memory until the data says a lane starts anew; sanity check, validation and test each have
@@ -45,7 +45,7 @@ class TransformerXLModule(L.LightningModule):
     """
 
     def __init__(self, config: Config, *, model: TransformerXL | None = None) -> None:
-        super().__init__()
+        super().__init__(every_n_steps=config.trainer.log_every_n_steps)
         self.config = config
         self.model = model if model is not None else TransformerXL(config)
         self.lanes = LaneState(model_resets=True, offload=config.memory.offload == "cpu")
@@ -55,7 +55,6 @@ class TransformerXLModule(L.LightningModule):
         self.eval_loss = TokenLoss()
         self.scores: dict[str, dict[str, float]] = {}  # latest figures per stage, in full precision
         self.validated_at = -1  # optimizer step of the latest validation
-        self._step_before = 0
         self._unstepped = -1  # optimizer steps made when the step under way began
         self._border: dict[str, Any] = {}  # what `_at_rest` gave when the step under way began
         self._resumed: dict[str, Any] | None = None  # what a checkpoint says of this rank, until training begins
@@ -67,7 +66,6 @@ class TransformerXLModule(L.LightningModule):
         self._schedule: LRScheduler | None = None
         self._average = [MovingAverage(config.optim.ema)] if config.optim.ema else []
         self._reported: dict[str, Tensor] = {}  # what the latest training step's memory said
-        self._curves: dict[str, Any] = {}  # figures of the point under way
         self._grad_norm: Tensor | None = None
         self._tables: Tables | None = None  # projected distances of the evaluation under way
         self._read_text: str | None = None  # fingerprint of what the lanes hold
@@ -175,7 +173,7 @@ class TransformerXLModule(L.LightningModule):
             self.scores["train"] = scores(float(self.train_loss.compute()), self.unit)
 
     def on_train_batch_start(self, batch: Batch | list[Batch], batch_idx: int) -> None:
-        self._step_before = self.trainer.global_step
+        super().on_train_batch_start(batch, batch_idx)
         begins = self.at_border
         if begins:
             self.lanes.mark()
@@ -201,9 +199,9 @@ class TransformerXLModule(L.LightningModule):
                 self._log_scores("train", self.train_loss)
             if self.guard.skips:
                 self.log_curves({"optim/skipped_steps": float(self.guard.skipped)})
-            self.log_curves({f"memory/{name}": value for name, value in self._over_ranks(self._reported).items()})
+            self.log_curves({f"memory/{name}": value for name, value in self.over_ranks(self._reported).items()})
             self.log_curves({"optim/lr": self.optimizers().param_groups[0]["lr"], "optim/grad_norm": self._grad_norm})  # type: ignore[union-attr]
-            self._draw_point()
+            self.draw_point()
 
     def _note_norm_of_engine(self) -> None:
         """The gradient's norm where DeepSpeed's engine clips. It is known only after the update."""
@@ -211,18 +209,6 @@ class TransformerXLModule(L.LightningModule):
         if engine is not None and (norm := engine.get_global_grad_norm()) is not None:
             self._grad_norm = torch.as_tensor(norm)
             self._refuse_ruined_gradient()
-
-    def _over_ranks(self, figures: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Means over all ranks, which hold the same names."""
-        if self.trainer.world_size == 1 or not figures:
-            return figures
-        means = self.trainer.strategy.reduce(torch.stack([value.float() for value in figures.values()]))
-        return dict(zip(figures, means.unbind(), strict=True))
-
-    def logs_now(self) -> bool:
-        """Whether this batch ended an optimizer step at which curves get a point. For `on_train_batch_end` hooks."""
-        step = self.trainer.global_step
-        return step > self._step_before and step % self.config.trainer.log_every_n_steps == 0
 
     def on_validation_start(self) -> None:
         self.clock.pause()
@@ -243,7 +229,7 @@ class TransformerXLModule(L.LightningModule):
         else:
             self.validated_at = self.trainer.global_step
             self._log_scores("val", self.eval_loss)
-            self._draw_point()
+            self.draw_point()
             if isinstance(self._schedule, Plateau) and self._validation_was_due():
                 self._schedule.tell(self.scores["val"]["loss"])
         self._tables = None
@@ -447,26 +433,6 @@ class TransformerXLModule(L.LightningModule):
         """What is read, if it comes from our data module."""
         source = getattr(self._trainer, "datamodule", None)
         return source.data if isinstance(source, TextDataModule) else None
-
-    def log_curves(self, figures: dict[str, Any]) -> None:
-        """Add figures to the point of the curves that this step draws. For callbacks, where `logs_now` is true."""
-        self._curves.update(figures)
-        self.log_dict(figures, logger=False)  # for callbacks; the loggers get the point as a whole
-
-    def _draw_point(self) -> None:
-        """Hand the point to the loggers, at the number of optimizer steps made (lightning's own count starts at 0)."""
-        figures = {name: float(value) for name, value in self._curves.items()}
-        self._curves.clear()
-        for logger in self.trainer.loggers:
-            logger.log_metrics(figures, step=self.trainer.global_step)
-
-    @rank_zero_only
-    def log_text(self, *, tag: str, text: str) -> None:
-        """Show text in every logger that can."""
-        for logger in self.trainer.loggers:
-            add = getattr(getattr(logger, "experiment", None), "add_text", None)
-            if add is not None:
-                add(tag, text, self.trainer.global_step)
 
     def _read(self, batch: Batch, state: State, *, tables: Tables | None = None) -> ModelOutput:
         """Read one segment."""
