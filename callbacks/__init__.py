@@ -1,5 +1,21 @@
 """Lightning callbacks. Each observes and never steers; the line here makes its name known."""
 
-from txl_lightning.callbacks import cost_meter, memory_monitor, progress_bar, text_samples, throughput
+from txl_lightning.callbacks import (
+    cost_meter,
+    loss_by_position,
+    memory_benefit,
+    memory_monitor,
+    progress_bar,
+    text_samples,
+    throughput,
+)
 
-__all__ = ["cost_meter", "memory_monitor", "progress_bar", "text_samples", "throughput"]
+__all__ = [
+    "cost_meter",
+    "loss_by_position",
+    "memory_benefit",
+    "memory_monitor",
+    "progress_bar",
+    "text_samples",
+    "throughput",
+]

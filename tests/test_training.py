@@ -210,7 +210,7 @@ def test_loss_weighs_targets_not_lanes(tmp_path: Path) -> None:
     *_, last = data.train_dataloader()
     assert 0 < int(last.segment.length.min()) < 16
     loss = module.training_step(last, 0)
-    out = module.model(last.tokens_BT, module._fresh(4, "train"), last.segment, last.targets_BT)
+    out = module.model(last.tokens_BT, module.fresh_state(4, "train"), last.segment, last.targets_BT)
     assert last.n_target == int(last.segment.length.sum())
     torch.testing.assert_close(loss, out.losses_BT.sum() / last.n_target)
 

@@ -57,7 +57,7 @@ class Showing(L.LightningModule):
         for value in values:
             wide = torch.promote_types(wide, value.dtype)
         joined = self.trainer.strategy.reduce(torch.stack([value.to(wide) for value in values]), reduce_op=by)
-        return dict(zip(figures, joined.unbind(), strict=True))  # type: ignore[union-attr]
+        return dict(zip(figures, joined.unbind(), strict=True))
 
     def draw_point(self) -> None:
         """Hand the point to the loggers (lightning's own count of steps starts at 0)."""

@@ -90,7 +90,7 @@ class TransformerXLModule(Showing):
         """The loss of one chunk of lanes over the segments of a window."""
         parts = [batch.share(chunk) for batch in window]
         reach = self.config.trainer.bptt_of_step(self.trainer.global_step)
-        state = self.lanes.read("train", parts[0], lambda lanes: self._fresh(lanes, "train"), chunk=chunk)
+        state = self.lanes.read("train", parts[0], lambda lanes: self.fresh_state(lanes, "train"), chunk=chunk)
         loss = torch.zeros((), device=self.device)
         for index, part in enumerate(parts):
             out = self._read(part, state if index % reach else detach(state))
@@ -217,8 +217,9 @@ class TransformerXLModule(Showing):
         if not self.trainer.sanity_checking and self.trainer.state.fn == "fit":
             self.clock.start()
 
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._eval_step(batch, dataloader_idx)
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """For observers: losses_BT, nats per token, 0 on padding."""
+        return {"losses_BT": self._eval_step(batch, dataloader_idx)}
 
     def test_step(self, batch: Batch | list[Batch], batch_idx: int, dataloader_idx: int = 0) -> None:
         self._eval_step(batch, dataloader_idx)
@@ -440,7 +441,8 @@ class TransformerXLModule(Showing):
             return self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT)
         return self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT, tables=tables)
 
-    def _fresh(self, lanes: int, stage: str) -> State:
+    def fresh_state(self, lanes: int, stage: str) -> State:
+        """Memory of lanes that have read nothing, as a stage keeps it."""
         # weights move in training, so it keeps hidden states; evaluation projects each state once
         form = "hidden" if stage == "train" else "projected"
         home = torch.device("cpu") if self.lanes.offload else self.device
@@ -449,11 +451,11 @@ class TransformerXLModule(Showing):
     def _state_dtype(self) -> torch.dtype:
         return torch.bfloat16 if "bf16" in str(self.trainer.precision) else self.dtype  # type: ignore[return-value]
 
-    def _eval_step(self, batch: Batch | list[Batch], dataloader_idx: int) -> None:
-        """One segment, or several at once layer by layer."""
+    def _eval_step(self, batch: Batch | list[Batch], dataloader_idx: int) -> Tensor:
+        """Losses of one segment, or of several at once layer by layer."""
         self._tables = self._tables if self._tables is not None else Tables()
         stage, group = stage_of(self.trainer, dataloader_idx), batch if isinstance(batch, list) else [batch]
-        state = self.lanes.read(stage, group[0], lambda lanes: self._fresh(lanes, stage))
+        state = self.lanes.read(stage, group[0], lambda lanes: self.fresh_state(lanes, stage))
         if len(group) == 1:
             out = self._read(group[0], state, tables=self._tables)
         else:
@@ -466,9 +468,11 @@ class TransformerXLModule(Showing):
             )
         self.lanes.propose(stage, out.state, group[-1])
         self.lanes.commit(stage)
+        assert out.losses_BT is not None
         if any(part.n_target for part in group):  # else lanes are being warmed
             n_target = torch.stack([part.segment.length.sum() for part in group]).sum()
-            self.eval_loss.update(out.losses_BT.sum(), n_target)  # type: ignore[union-attr]
+            self.eval_loss.update(out.losses_BT.sum(), n_target)
+        return out.losses_BT
 
     def _per_target(self, stage: str) -> dict[str, float]:
         """Words and bytes per target of an evaluated split, where the data counts them."""
