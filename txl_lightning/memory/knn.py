@@ -123,10 +123,29 @@ class Knn(MemoryStrategy):
             kept = kept & (segment.document == segment.document[:, :1])
         return kept[:, None, :, None]
 
+    def _scaled(self, q_BHTK: Tensor) -> Tensor:
+        """(B, G, Q, K): queries of a group share their head's keys."""
+        scaled = q_BHTK / self.d_head**0.5 if self.scale is None else _unit(q_BHTK) * self.scale[:, None, None]
+        return scaled.unflatten(1, (self.n_kept, self.group)).flatten(2, 3)
+
+    @torch.no_grad()
+    def hit_ages(self, state: State, q_BHTK: Tensor) -> Tensor:
+        """(B, H, T, top_k) int64: tokens from what each query finds to the segment's first token; 0: nothing is kept.
+
+        In no order.
+        """
+        with full_precision(q_BHTK.device):
+            q, written = self._scaled(_exact(q_BHTK)), state["written"]
+            is_kept = torch.arange(self.mem_len, device=q.device) < written[:, None]
+            entry = self._nearest(q, state["keys"].transpose(1, 2), is_kept)
+        newest = (written - 1)[:, None, None, None]
+        age = 1 + (newest - entry) % self.mem_len
+        age = torch.where(age <= written[:, None, None, None], age, 0)
+        return age.unflatten(2, (self.group, -1)).flatten(1, 2)
+
     def read(self, state: State, q_BHTK: Tensor) -> Tensor:
         """(B, H, T, K): what each query finds; a mean of zeros where nothing is kept."""
-        scaled = q_BHTK / self.d_head**0.5 if self.scale is None else _unit(q_BHTK) * self.scale[:, None, None]
-        q = scaled.unflatten(1, (self.n_kept, self.group)).flatten(2, 3)  # queries of a group share their head's keys
+        q = self._scaled(q_BHTK)
         keys, values = (state[name].transpose(1, 2) for name in ("keys", "values"))  # (B, G, N, K)
         is_kept = torch.arange(self.mem_len, device=q.device) < state["written"][:, None]  # (B, N)
         entry = self._nearest(q, keys, is_kept)  # (B, G, Q, top_k)

@@ -184,6 +184,40 @@ def gathered_scores(
     return (content_BHTK @ k_BHPK.transpose(-1, -2) + position) * scale
 
 
+def reference_terms(
+    q_BHTK: Tensor,
+    k_BHPK: Tensor,
+    r_WHK: Tensor | None,
+    biases: Biases,
+    *,
+    row: Tensor,
+    positioned: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The four terms by letter, before scaling; each can be broadcast to (B, H, T, P).
+
+    Args:
+        q_BHTK, k_BHPK: queries and keys.
+        r_WHK: projected distances; None: neither (b) nor (d).
+        biases: u and v; None: its term is left out.
+        row: (1|B, T, P) int64, the row of r that belongs to query t and key p.
+        positioned: (P,) bool; where False terms (b) and (d) are 0.
+    """
+    parts = {"a": torch.einsum("bhtk,bhpk->bhtp", q_BHTK, k_BHPK)}
+    if biases.u_HK is not None:
+        parts["c"] = torch.einsum("hk,bhpk->bhp", biases.u_HK, k_BHPK)[:, :, None]
+    if r_WHK is None:
+        return parts
+    index = row[:, None].expand(q_BHTK.shape[0], q_BHTK.shape[1], -1, -1)
+    by_row = torch.einsum("bhtk,whk->bhtw", q_BHTK, r_WHK)
+    parts["b"] = by_row.gather(-1, index)
+    if biases.v_HK is not None:
+        bias_by_row = torch.einsum("hk,whk->hw", biases.v_HK, r_WHK)[None, :, None].expand_as(by_row)
+        parts["d"] = bias_by_row.gather(-1, index)
+    if positioned is not None:
+        parts.update({term: parts[term] * positioned for term in ("b", "d") if term in parts})
+    return parts
+
+
 def reference_scores(
     q_BHTK: Tensor,
     k_BHPK: Tensor,
@@ -194,27 +228,8 @@ def reference_scores(
     positioned: Tensor | None = None,
     terms: tuple[str, ...] = ("a", "b", "c", "d"),
 ) -> Tensor:
-    """(B, H, T, P) the four terms, written out, before scaling.
-
-    Args:
-        q_BHTK, k_BHPK: queries and keys.
-        r_WHK: projected distances.
-        biases: u and v.
-        row: (1|B, T, P) int64, the row of r that belongs to query t and key p.
-        positioned: (P,) bool; where False terms (b) and (d) are 0.
-        terms: those that are on.
-    """
-    index = row[:, None].expand(q_BHTK.shape[0], q_BHTK.shape[1], -1, -1)
-    parts = {"a": torch.einsum("bhtk,bhpk->bhtp", q_BHTK, k_BHPK)}
-    if biases.u_HK is not None:
-        parts["c"] = torch.einsum("hk,bhpk->bhp", biases.u_HK, k_BHPK)[:, :, None]
-    by_row = torch.einsum("bhtk,whk->bhtw", q_BHTK, r_WHK)
-    parts["b"] = by_row.gather(-1, index)
-    if biases.v_HK is not None:
-        bias_by_row = torch.einsum("hk,whk->hw", biases.v_HK, r_WHK)[None, :, None].expand_as(by_row)
-        parts["d"] = bias_by_row.gather(-1, index)
-    if positioned is not None:
-        parts.update({term: parts[term] * positioned for term in ("b", "d") if term in parts})
+    """(B, H, T, P) the sum of `terms`, before scaling; other arguments as `reference_terms`."""
+    parts = reference_terms(q_BHTK, k_BHPK, r_WHK, biases, row=row, positioned=positioned)
     scores = torch.zeros_like(parts["a"])
     for term in terms:
         scores = scores + parts[term]
