@@ -1,6 +1,7 @@
 """Lightning callbacks. Each observes and never steers; the line here makes its name known."""
 
 from txl_lightning.callbacks import (
+    attention_maps,
     cost_meter,
     loss_by_position,
     memory_benefit,
@@ -11,6 +12,7 @@ from txl_lightning.callbacks import (
 )
 
 __all__ = [
+    "attention_maps",
     "cost_meter",
     "loss_by_position",
     "memory_benefit",

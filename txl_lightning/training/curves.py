@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
@@ -69,18 +70,53 @@ class Showing(L.LightningModule):
 
     @rank_zero_only
     def log_text(self, *, tag: str, text: str) -> None:
-        """Show text in every logger that can."""
+        """Show text (Markdown) in every logger that can."""
         for logger in self.trainer.loggers:
-            add = getattr(getattr(logger, "experiment", None), "add_text", None)
-            if add is not None:
-                add(tag, text, self.trainer.global_step)
+            show_text(logger, tag=tag, text=text, step=self.trainer.global_step)
 
     @rank_zero_only
-    def log_table(self, *, tag: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Show a table in every logger that can."""
-        head = [" | ".join(columns), " | ".join("---" for _ in columns)]
-        lines = [*head, *(" | ".join(f"{cell:.6g}" for cell in row) for row in rows)]
-        self.log_text(tag=tag, text="\n".join(f"| {line} |" for line in lines))
+    def log_table(self, *, tag: str, columns: Sequence[str], rows: Sequence[Sequence[float]]) -> None:
+        """Show a table of numbers in every logger that can."""
+        for logger in self.trainer.loggers:
+            show_table(logger, tag=tag, columns=columns, rows=rows, step=self.trainer.global_step)
+
+    @rank_zero_only
+    def log_image(self, *, tag: str, image_3HW: Tensor) -> None:
+        """Show an image in every logger that can; red, green and blue from 0 to 1."""
+        for logger in self.trainer.loggers:
+            show_image(logger, tag=tag, image_3HW=image_3HW, step=self.trainer.global_step)
+
+
+def show_text(logger: Logger, *, tag: str, text: str, step: int) -> None:
+    """Text in one logger; nothing where it takes none (CSV)."""
+    if isinstance(logger, WandbLogger):
+        logger.log_text(tag, columns=["step", "text"], data=[[step, text]])  # type: ignore[list-item]
+    elif isinstance(logger, MLFlowLogger):
+        logger.experiment.log_text(logger.run_id, text, f"{tag}/{step}.md")
+    elif (add := getattr(getattr(logger, "experiment", None), "add_text", None)) is not None:
+        add(tag, text, step)
+
+
+def show_table(logger: Logger, *, tag: str, columns: Sequence[str], rows: Sequence[Sequence[float]], step: int) -> None:
+    """A table in one logger, as text where it has no tables."""
+    if isinstance(logger, WandbLogger):
+        logger.log_table(tag, columns=list(columns), data=[list(row) for row in rows])
+        return
+    head = [" | ".join(columns), " | ".join("---" for _ in columns)]
+    lines = [*head, *(" | ".join(f"{cell:.6g}" for cell in row) for row in rows)]
+    show_text(logger, tag=tag, text="\n".join(f"| {line} |" for line in lines), step=step)
+
+
+def show_image(logger: Logger, *, tag: str, image_3HW: Tensor, step: int) -> None:
+    """An image in one logger; nothing where it takes none (CSV)."""
+    bytes_3HW = (image_3HW.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+    if isinstance(logger, WandbLogger):
+        logger.log_image(tag, [bytes_3HW.permute(1, 2, 0).numpy()])
+    elif isinstance(logger, MLFlowLogger):
+        image = bytes_3HW.permute(1, 2, 0).numpy()
+        logger.experiment.log_image(logger.run_id, image, key=tag.replace("/", "."), step=step)
+    elif (add := getattr(getattr(logger, "experiment", None), "add_image", None)) is not None:
+        add(tag, bytes_3HW, step)
 
 
 def as_floats(figures: Mapping[str, Any]) -> dict[str, float]:
