@@ -3,6 +3,8 @@
 from txl_lightning.callbacks import (
     attention_maps,
     cost_meter,
+    early_divergence,
+    gradient_norms,
     loss_by_position,
     memory_benefit,
     memory_monitor,
@@ -14,6 +16,8 @@ from txl_lightning.callbacks import (
 __all__ = [
     "attention_maps",
     "cost_meter",
+    "early_divergence",
+    "gradient_norms",
     "loss_by_position",
     "memory_benefit",
     "memory_monitor",

@@ -203,6 +203,21 @@ class TransformerXLModule(Showing):
             self.log_curves({"optim/lr": self.optimizers().param_groups[0]["lr"], "optim/grad_norm": self._grad_norm})  # type: ignore[union-attr]
             self.draw_point()
 
+    def mean_loss(self) -> float | None:
+        """Nats per token over the steps since the last point, of all ranks, which must all ask; None: there are none.
+
+        For callbacks, where `logs_now` is true.
+        """
+        return float(self.train_loss.compute()) if self.train_loss.update_called else None
+
+    def latest_grad_norm(self) -> Tensor:
+        """0-dim norm of the latest step's gradient over all ranks' lanes, before clipping."""
+        engine = engine_of(self.trainer)
+        norm = None if engine is None else engine.get_global_grad_norm()
+        norm = self._grad_norm if norm is None else torch.as_tensor(norm)
+        assert norm is not None, "no step was made"
+        return norm
+
     def _note_norm_of_engine(self) -> None:
         """The gradient's norm where DeepSpeed's engine clips. It is known only after the update."""
         engine = engine_of(self.trainer)

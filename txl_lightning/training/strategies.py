@@ -267,6 +267,19 @@ def clips_itself(engine: Any) -> bool:
     return bool(engine.zero_optimization() or engine.bfloat16_enabled() or engine.fp16_enabled())
 
 
+def whole_gradient(parameter: torch.nn.Parameter, engine: Any) -> torch.Tensor | None:
+    """A gradient over all ranks' lanes, before the update and before clipping; None: there is none.
+
+    Under ZeRO ranks hold shares of it: then every rank must call this, for each parameter in the same order.
+    """
+    if engine is None or not engine.zero_optimization():
+        return parameter.grad
+    from deepspeed.utils import safe_get_full_grad
+
+    found = safe_get_full_grad(parameter)
+    return found / engine.optimizer.loss_scale if found is not None and engine.fp16_enabled() else found
+
+
 def own_part(parameter: torch.nn.Parameter) -> torch.Tensor:
     """What this rank holds of a weight: all of it, but under ZeRO 3."""
     share = getattr(parameter, "ds_tensor", None)
