@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,19 +32,24 @@ class TextSamplesConfig(Section):
 class TextSamples(L.Callback):
     """Logs after each validation, from rank 0:
 
-    samples/text   the beginning of the validation split and how the model goes on, with its memory
+    samples/text   the beginning of the validation split and how the model goes on, with its memory; not under ZeRO 3,
+                   where no rank has all of the weights
     """
 
     def __init__(self, config: TextSamplesConfig) -> None:
         self.config = config
+        self._whole = True  # whether rank 0 has all of the weights
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not isinstance(trainer.datamodule, TextDataModule):  # type: ignore[attr-defined]
             cure = "fit with TextDataModule or leave the callback out"
             raise ConfigError("callbacks", "text_samples", "needs the corpus to take its prompt from", cure)
+        self._whole = pl_module.config.strategy.stage != 3
+        if not self._whole and trainer.is_global_zero:
+            print("text_samples: ranks hold shares of the weights (ZeRO 3), so none are written", file=sys.stderr)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.sanity_checking or not trainer.is_global_zero or not trainer.loggers:
+        if trainer.sanity_checking or not trainer.is_global_zero or not trainer.loggers or not self._whole:
             return
         data = trainer.datamodule.data  # type: ignore[attr-defined]
         prompt = data.require("valid")[: self.config.prompt_tokens].tolist()

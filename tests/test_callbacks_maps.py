@@ -14,7 +14,8 @@ from tests.points import Points, observers
 from tests.tiny import tiny_config
 from txl_lightning import TextDataModule, TransformerXLModule
 from txl_lightning.callbacks.attention_maps import picture
-from txl_lightning.training.trainer import build_loggers, build_trainer
+from txl_lightning.training.loggers import build_loggers
+from txl_lightning.training.trainer import build_trainer
 
 
 def test_a_map_has_a_pixel_for_each_pair_and_a_red_line_behind_memory() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
@@ -36,7 +35,9 @@ from txl_lightning.resume import AUTO, what_changes
 from txl_lightning.training import folders
 from txl_lightning.training.checkpointing import EndInside, checkpoint_callbacks, keep_if_best
 from txl_lightning.training.datamodule import TextDataModule
+from txl_lightning.training.layout import show_layout
 from txl_lightning.training.lock import check_unlocked, locked
+from txl_lightning.training.loggers import build_loggers, check_loggers, close, log_final
 from txl_lightning.training.module import TransformerXLModule
 from txl_lightning.training.optim import check_optimizer
 from txl_lightning.training.run_folder import (
@@ -50,7 +51,10 @@ from txl_lightning.training.run_folder import (
 )
 from txl_lightning.training.stopping import GracefulStop, Stopped
 from txl_lightning.training.strategies import n_parameter
-from txl_lightning.training.trainer import build_loggers, build_trainer, check_devices
+from txl_lightning.training.trainer import build_trainer, check_devices
+
+FINAL = ("memory/benefit/", "memory/probe/", "memory/attention/", "cost/", "perf/peak_memory_gb", "perf/mfu")
+"""Curves whose latest figure is a closing figure of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,7 @@ def check(config: Config, options: Options) -> None:
         check_unlocked(Path(config.run_dir))
     check_devices(config)
     check_optimizer(config.optim)
+    check_loggers(config.logger)
     found = survey(config.data)
     if wanted not in (None, AUTO):
         check_resumable(config, found, str(wanted))
@@ -202,6 +207,7 @@ def _fit(
                     print(said, file=sys.stderr, flush=True)
         for logger in trainer.loggers:
             logger.log_hyperparams(config.to_dict())
+            show_layout(logger)
         trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=None if resume is None else True)
         if not config.strategy.sharded:  # else all of this came before training ended
             _close(trainer, module, data, stop=stop, last=run_dir / FOLDER / LAST)
@@ -210,7 +216,8 @@ def _fit(
         forget_facts(run_dir)  # nothing was trained: the same command may be given again
     elif trainer.is_global_zero:
         write_json(run_dir / RESULT, result)
-        _log_final(trainer, config, result)
+        log_final(trainer.loggers, config, final_figures(module, result), step=trainer.global_step)
+    close(trainer.loggers)
     return Fitted(run_dir=run_dir, module=module, result=result)
 
 
@@ -275,10 +282,8 @@ def _result(module: TransformerXLModule, data: TextDataModule) -> dict[str, Any]
     }
 
 
-def _log_final(trainer: L.Trainer, config: Config, result: dict[str, Any]) -> None:
-    """Hyper-parameters with the final figures, for TensorBoard's HParams tab."""
-    figures = {f"final/{name}": value for name, value in result.get("val", {}).items()}
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(config.to_dict(), figures)
-            logger.save()
+def final_figures(module: TransformerXLModule, result: Mapping[str, Any]) -> dict[str, float]:
+    """Validation's scores, and the latest of what says whether memory helps, how far back, and what it costs."""
+    latest = {name: value for name, value in module.latest.items() if name.startswith(FINAL)}
+    speed = {"tokens_per_second": result["tokens_per_second"]}
+    return {**result.get("val", {}), "train_loss": result.get("train", {}).get("loss", float("nan")), **speed, **latest}

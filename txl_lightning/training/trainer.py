@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -14,13 +10,10 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.loggers import Logger
 
-from txl_lightning.checkpoints.manifest import replace_text
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.model.backends import check_backend
-from txl_lightning.ranks import is_first_rank
 from txl_lightning.training.checkpointing import WholeFiles
 from txl_lightning.training.strategies import build_strategy, check_strategy
 
@@ -52,57 +45,6 @@ def build_trainer(config: Config, *, callbacks: Sequence[L.Callback] = (), logge
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-
-
-def build_loggers(config: Config, run_dir: Path, *, resumed_at: int | None = None) -> list[Logger]:
-    """The loggers that are switched on, all writing into the run folder.
-
-    Args:
-        config: the whole configuration.
-        run_dir: the folder.
-        resumed_at: curves that are there already have no point behind this optimizer step; None: no point at all.
-    """
-    upto = -1 if resumed_at is None else resumed_at
-    loggers: list[Logger] = []
-    if config.logger.tensorboard:
-        purge: dict[str, Any] = {"purge_step": upto + 1} if any(run_dir.glob("events.out.*")) else {}
-        loggers.append(TensorBoardLogger(run_dir, name="", version="", default_hp_metric=False, **purge))
-    if config.logger.csv:
-        loggers.append(CSVLogger(run_dir, name="csv", version=""))
-        if is_first_rank() and (run_dir / "csv").exists():
-            loggers[-1]._experiment = GrowingTable(run_dir / "csv", upto=upto)  # type: ignore[attr-defined]
-    return loggers
-
-
-class GrowingTable(ExperimentWriter):
-    """Lightning's CSV file, with the rows of a run that goes on; Lightning itself would delete them.
-
-    Args:
-        folder: where `metrics.csv` is.
-        upto: the last optimizer step whose rows stay.
-    """
-
-    def __init__(self, folder: Path, *, upto: int) -> None:
-        super().__init__(log_dir=str(folder))
-        file = folder / self.NAME_METRICS_FILE
-        if not file.exists():
-            return
-        with file.open(newline="") as opened:
-            table = csv.DictReader(opened)
-            self.metrics_keys = list(table.fieldnames or [])
-            rows = [row for row in table if int(row.get("step") or 0) <= upto]
-        if not rows:
-            file.unlink()
-            self.metrics_keys = []
-            return
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, fieldnames=self.metrics_keys)
-        writer.writeheader()
-        writer.writerows(rows)
-        replace_text(file, text.getvalue())
-
-    def _check_log_dir_exists(self) -> None:
-        """Nothing is in the way."""
 
 
 def device_kind(config: Config) -> str:
