@@ -49,6 +49,8 @@ class LossByPosition(L.Callback):
         before = self._read if self._read is not None else torch.zeros_like(batch.segment.length)
         before = torch.where(batch.segment.reset & (batch.segment.length > 0), 0, before)
         self._read = torch.where(batch.segment.length > 0, batch.segment.since_start(before), before)
+        if not batch.n_target:
+            return  # lanes are being warmed
         real = batch.segment.mask(n_token).to(pl_module.eval_loss.wide)
         position = torch.arange(n_token, device=losses.device).expand_as(losses)
         values = (losses.to(real.dtype) * real, real)
