@@ -43,11 +43,13 @@ def script(name: str) -> Any:
 
 def test_readme_commands_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("txl_lightning.benchmarks.timing.LEAST_SECONDS", 1e-9)
     write_corpus(tmp_path / "book.txt")
     commands = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("txl ")]
     assert [shlex.split(line)[1] for line in commands] == [
         *("fit", "eval", "generate", "fit"),
         *("reproduce", "data", "fit"),
+        *("bench", "bench", "bench"),
     ]
     with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as archive:
         archive.writestr("enwik8", enwik8(40_000))
@@ -58,6 +60,9 @@ def test_readme_commands_run_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
             arguments = [*QUICK, "trainer.max_steps=4", "data=text", "data.path=book.txt", *short]
             if "memory=mix" in arguments:
                 arguments.append("model.n_layer=4")
+        if command == "bench":
+            tiny = [*MODEL, "data.segment_len=8", "data.batch_size=2", "data=text", "data.path=book.txt"]
+            arguments = [*tiny, "rounds=1", "backends=[shift]", "eval.schedule=segments", *arguments]
         assert cli.main([command, *arguments]) == 0, line
     assert (tmp_path / "runs" / "book" / "result.json").exists()  # where tensorboard is pointed
     assert "Once upon a time" in capsys.readouterr().out

@@ -51,6 +51,7 @@ FLOORS = {
     "watch": 4,
     "commands": 4,
     "comparison": 4,
+    "benchmarks": 4,
     "callbacks": 4,
     "configs": 4,
     "": 5,  # the package itself gathers what it offers to the outside

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from txl_lightning.errors import ConfigError
+from txl_lightning.errors import ConfigError, suggest
 from txl_lightning.section import Section, key
 
 
@@ -181,6 +181,49 @@ class CompareOptions(Options):
     out: str | None = key(None, "folder for the runs, comparison.json and comparison.png (required)")
 
 
+BENCH_PARTS = ("training", "evaluation", "decoding", "attention", "overhead", "data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(Options):
+    """`txl bench`."""
+
+    what: Any = key(
+        "training,evaluation,decoding", f"parts to measure, with commas between them: {', '.join(BENCH_PARTS)}"
+    )
+    memories: tuple[str, ...] = key((), "strategies laid side by side, or names that `each` explains; memory=A,B,C")
+    each: str | None = key(None, "keys of some only, as YAML: {compressive: [memory.rate=2]}")
+    lengths: tuple[int, ...] = key(
+        (), "sizes of memory to measure with, by the strategy's own key (memory.mem_len); []: as configured", minimum=1
+    )
+    backends: tuple[str, ...] = key(
+        (),
+        "of attention alone; []: all that run here",
+        choices=("reference", "shift", "compiled", "triton"),
+    )
+    against: str | None = key(
+        None, "also time this class, from an installed transformers 4.57.6", choices=("huggingface", None)
+    )
+    rounds: int = key(7, "repeats of each; all take turns", minimum=1)
+    threads: int | None = key(None, "CPU threads; null: as torch finds them", minimum=1)
+    peak_flops: float | None = key(
+        None, "FLOP/s of the device, for the share that training uses; null: those of a large product here", above=0
+    )
+    out: str | None = key(None, "also write everything to this JSON file")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What is measured, in its own order."""
+        named = {part.strip() for part in (self.what.split(",") if isinstance(self.what, str) else self.what)} - {""}
+        return tuple(part for part in BENCH_PARTS if part in named)
+
+    def check(self) -> None:
+        named = self.what.split(",") if isinstance(self.what, str) else self.what
+        for part in named:
+            if part.strip() not in (*BENCH_PARTS, ""):
+                raise self.refuse("what", f"there is no part {part.strip()}", suggest(part.strip(), BENCH_PARTS))
+
+
 LAYOUTS = ("authors", "nvidia", "huggingface")
 
 
@@ -319,6 +362,16 @@ COMMANDS = {
         unread=("run_dir", "dry_run", "callbacks", "callbacks.*", "trainer.devices", "trainer.num_nodes", "strategy*"),
         composes=True,
     ),
+    "bench": Command(
+        summary="measure speed and memory: training, evaluation, decoding, attention, trainer, reading",
+        options=BenchOptions,
+        read=(
+            *("experiment", *_MODEL, *_DATA, "eval.*", "optim", "optim.*", "seed"),
+            *("trainer.accelerator", "trainer.precision"),
+        ),
+        unread=(*_OFFLOAD, *_ORDER, "optim.ema"),
+        composes=True,
+    ),
     "strategies": Command(
         summary="list every memory strategy: keys, paper, state bytes per lane",
         options=StrategiesOptions,
@@ -372,6 +425,7 @@ FREE_TEXT = (
     "vocab",
     "out",
     "each",
+    "what",
     "speed_from",
     "plot",
     "run_dir",

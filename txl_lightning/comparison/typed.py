@@ -41,8 +41,8 @@ def gather(typed: Sequence[Typed]) -> tuple[Typed, ...]:
     return (*rest, Typed(key=LIST, text=f"[{text}]"), *first)
 
 
-def entries(typed: Sequence[Typed], labels: Sequence[str]) -> list[Entry]:
-    """What `txl fit` would be given for each label.
+def entries(typed: Sequence[Typed], labels: Sequence[str], *, command: str = COMMAND) -> list[Entry]:
+    """What `txl fit` would be given for each label; `command`: whose own keys are left out.
 
     Raises:
         ConfigError: `each` cannot be read, or names what is not compared or must not differ.
@@ -51,7 +51,7 @@ def entries(typed: Sequence[Typed], labels: Sequence[str]) -> list[Entry]:
     for label in own:
         if label not in labels:
             raise _refuse(typed, f"{label} is not among those compared", f"write memory={','.join([*labels, label])}")
-    mine = {"memory", *names(COMMANDS[COMMAND].options)}
+    mine = {"memory", *names(COMMANDS[command].options)}
     shared = [item for item in typed if item.key not in mine]
     found = []
     for label in labels:
