@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,40 @@ def curve(run: Path, name: str = "train/loss") -> list[tuple[int, float]]:
     events = EventAccumulator(str(run))
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def raw_events(run: Path) -> tuple[dict[str, list[int]], Counter[str]]:
+    """Steps of every curve over all event files in their order, repeats and all; entries of the HParams tab by kind."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    steps: dict[str, list[int]] = {}
+    entries: Counter[str] = Counter()
+    for file in sorted(run.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime_ns):
+        for event in EventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "hparams":
+                    data = HParamsPluginData.FromString(value.metadata.plugin_data.content)
+                    entries[str(data.WhichOneof("data"))] += 1
+                else:
+                    steps.setdefault(value.tag, []).append(event.step)
+    return steps, entries
+
+
+def test_event_files_of_a_run_in_parts_have_every_point_once(here: Path) -> None:
+    """Nothing is drawn twice, and the HParams tab gets its line when the run is finished."""
+    keys = ["logger=[tensorboard]", "trainer.log_every_n_steps=2", "trainer.val_check_interval=3"]
+    assert cli.main(typed("run_dir=whole", *keys)) == 0
+    for stop, command in ((7, typed("run_dir=run", *keys)), (9, ["fit", "resume=run"])):
+        assert cli.main([*command, f"trainer.stop_at_step={stop}"]) == 0
+        assert raw_events(here / "run")[1] == Counter()
+    assert cli.main(["fit", "resume=run"]) == 0
+    (whole, entries), parts = raw_events(here / "whole"), raw_events(here / "run")
+    assert parts == (whole, entries)
+    assert entries == {"experiment": 1, "session_start_info": 1, "session_end_info": 1}
+    assert {"train/loss", "val/loss", "final/loss"} <= set(whole)
+    assert all(len(set(steps)) == len(steps) for steps in whole.values())
+    assert len(whole["train/loss"]) >= 6 and len(whole["val/loss"]) >= 4 and len(whole["final/loss"]) == 1
 
 
 def test_auto_finds_the_newest_run_that_agrees(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,7 +216,8 @@ def _fit(
         forget_facts(run_dir)  # nothing was trained: the same command may be given again
     elif trainer.is_global_zero:
         write_json(run_dir / RESULT, result)
-        log_final(trainer.loggers, config, final_figures(module, result), step=trainer.global_step)
+        if stop.name is None:  # else the figures of a run that goes on would stand beside its final ones
+            log_final(trainer.loggers, config, final_figures(module, result), step=trainer.global_step)
     close(trainer.loggers)
     return Fitted(run_dir=run_dir, module=module, result=result)
 

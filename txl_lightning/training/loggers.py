@@ -67,7 +67,7 @@ def log_final(loggers: Sequence[Logger], config: Config, figures: Mapping[str, f
     named = {f"final/{name}": value for name, value in figures.items()}
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(config.to_dict(), named)
+            logger.log_hyperparams(config.to_dict(), named, step)
             logger.save()
         elif isinstance(logger, (WandbLogger, MLFlowLogger)):
             logger.log_metrics(named, step=step)
