@@ -48,6 +48,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("strategy=deepspeed_zero2 trainer.max_loss_rise=1", "trainer.max_loss_rise=1.0: strategy=deepspeed_zero2"),
         ("strategy=deepspeed_zero3 optim=adafactor", "optim.name=adafactor: looks at whole matrices"),
         ("strategy=deepspeed_zero1 optim=adagrad", "optim.name=adagrad: DeepSpeed makes it anew"),
+        ("strategy=deepspeed_zero3 optim=adabelief", "optim.name=adabelief: counts the steps of a group"),
         ("strategy=deepspeed_zero0 optim=lamb trainer.precision=bf16-mixed", "optim.name=lamb: looks at whole"),
     ],
 )

@@ -575,6 +575,9 @@ class Config(TopConfig):
         if self.optim.name == "adagrad" and self.strategy.stage:
             rule = "DeepSpeed makes it anew, with one group of parameters where ours has two, and fails"
             raise self.optim.refuse("name", rule, "use optim=adamw, or strategy=ddp")
+        if self.optim.name == "adabelief" and self.strategy.stage == 3:
+            rule = f"counts the steps of a group, and strategy={title} steps once for each part of the parameters"
+            raise self.optim.refuse("name", rule, "use optim=adamw, or strategy=deepspeed_zero2")
 
     def _check_fit_at_evaluation(self) -> None:
         """The memory's rules about segments hold for those of evaluation too, and are said of their key."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 from torch import Tensor
 
@@ -50,7 +50,7 @@ def convert(ckpt: str) -> dict[str, Any]:
     return {
         "state_dict": _single(saved["state_dict"]),
         "global_step": saved.get("global_step"),
-        "pytorch-lightning_version": lightning.__version__,  # by it lightning knows its own
+        "pytorch-lightning_version": version("lightning"),  # by it lightning knows its own
         "txl_lightning": {**kept, "lanes": {}},
     }
 
