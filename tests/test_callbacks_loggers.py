@@ -138,16 +138,22 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wandb_history(file: Path) -> list[dict[str, Any]]:
+    """The rows of a run's file: records in blocks of 32 kB, each piece behind 7 bytes of checksum, length and kind."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
-    store, found = DataStore(), []
-    store.open_for_scan(str(file))
-    while (data := store.scan_data()) is not None:
-        record = wandb_internal_pb2.Record.FromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            found.append(items)
+    data, place, record, found = file.read_bytes(), 7, b"", []
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            read = wandb_internal_pb2.Record.FromString(record)
+            items = [(item.key or "/".join(item.nested_key), item.value_json) for item in read.history.item]
+            found.append({name: json.loads(value) for name, value in items})
+            record = b""
     return found
 
 
@@ -155,14 +161,16 @@ def wandb_history(file: Path) -> list[dict[str, Any]]:
 def test_mlflow_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'txl-lightning[mlflow]'")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    keys = [*SHORT, *ALL, "logger=[mlflow,csv]", f"logger.mlflow_uri=file:{tmp_path / 'store'}"]
+    keys = [*SHORT, *ALL, "logger=[mlflow,csv]"]
     fitted = fit_command.fit(tiny_config(tmp_path, *keys))
-    client = mlflow.MlflowClient(f"file:{tmp_path / 'store'}")
+    client = mlflow.MlflowClient(f"sqlite:///{fitted.run_dir / 'mlflow.db'}")
     run = json.loads((fitted.run_dir / IDS).read_text())["mlflow"]
     for tag in ("train/loss", "memory/benefit/nats"):
         found = [(point.step, point.value) for point in client.get_metric_history(run, tag)]
         assert sorted(found) == [(step, pytest.approx(value)) for step, value in curves(fitted.run_dir)[tag]]
-    assert client.get_run(run).data.params["memory/mem_len"] == "24"
+    held = client.get_run(run)
+    assert held.data.params["memory/mem_len"] == "24" and "final/loss" in held.data.metrics
+    assert {item.path for item in client.list_artifacts(run)} >= {"images", "memory", "samples"}
 
 
 def test_only_those_that_can_get_texts_and_images(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import io
 import json
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -86,11 +87,14 @@ def _wandb(config: Config, run_dir: Path, *, run_id: str) -> WandbLogger:
 
 
 def _mlflow(config: Config, run_dir: Path, *, run_id: str | None) -> MLFlowLogger:
-    keys = config.logger
+    place, uri = run_dir.absolute(), config.logger.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
     return MLFlowLogger(
-        experiment_name=keys.project, run_name=run_dir.name, tracking_uri=keys.mlflow_uri,
-        save_dir=str((run_dir / "mlruns").absolute()), run_id=run_id,
-    )  # fmt: skip
+        experiment_name=config.logger.project,
+        run_name=run_dir.name,
+        tracking_uri=uri or f"sqlite:///{place / 'mlflow.db'}",
+        artifact_location=None if uri else str(place / "mlruns"),  # else it would be where the process was started
+        run_id=run_id,
+    )
 
 
 def _read_ids(run_dir: Path) -> dict[str, str]:
