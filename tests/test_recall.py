@@ -157,8 +157,8 @@ def test_the_vocabulary_there_and_back() -> None:
         ({"keys": 1}, "data.pairs=2: must be <= data.keys=1: keys of an episode differ; raise that"),
         ({"episodes": 18}, "data.episodes=18: must be a multiple of data.batch_size=4, so that lanes begin with an ep"),
         ({"test_episodes": 6}, "data.test_episodes=6: must be a multiple of data.batch_size=4"),
-        ({"shuffle": "document"}, "data.shuffle=document: would move pairs across the borders of segments"),
-        ({"segment_len_std": 1.0}, "data.segment_len_std=1.0: would move pairs across the borders of segments"),
+        ({"shuffle": "document"}, "data.shuffle=document: would move episodes across the borders of segments"),
+        ({"segment_len_std": 1.0}, "data.segment_len_std=1.0: would move episodes across the borders of segments"),
     ],
 )
 def test_refusals(keys: dict[str, Any], said: str) -> None:

@@ -65,7 +65,10 @@ ANALYSES = {
         keys=("split", "tokens", "samples", "plot"),
         several=True,
     ),
-    "retrieval": Analysis(summary="how many answers of data=recall are right, segments after they were shown"),
+    "retrieval": Analysis(
+        summary="what comes back: answers of data=recall, passkey or selective_copy, needles by length and depth",
+        keys=("task", "grid_segments", "depths", "needles", "plot"),
+    ),
 }
 """Every analysis by its name."""
 

@@ -129,6 +129,15 @@ class AnalyzeOptions(Options):
     segment_lens: tuple[int, ...] = key((), "sweep: values of eval.segment_len", minimum=1)
     clamp_lens: tuple[int, ...] = key((), "sweep: values of model.clamp_len", minimum=-1)
     samples: int = key(10_000, "confidence: draws of documents", minimum=100)
+    task: str = key(
+        "corpus",
+        "retrieval: the answers of the made-up corpus; grid: needles of data=passkey by length and depth; "
+        "passkey_text: a number hidden in words, for models of text",
+        choices=("corpus", "grid", "passkey_text"),
+    )
+    grid_segments: tuple[int, ...] = key((1, 2, 4, 8, 16), "retrieval: lengths of grid and passkey_text, in segments")
+    depths: int = key(5, "retrieval: depths of grid and passkey_text, from first to last", minimum=1)
+    needles: int = key(50, "retrieval: needles at each length and depth", minimum=1)
     to: str | None = key(None, "file of single losses; scores: .jsonl or .parquet (required), recl: .npz")
     trust: bool = key(False, _TRUST)
     plot: str | None = key(None, "also draw the result into this PNG file")

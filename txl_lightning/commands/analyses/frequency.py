@@ -15,7 +15,7 @@ from txl_lightning.commands.analyses.common import (
 )
 from txl_lightning.commands.analyses.plot import Panel
 from txl_lightning.config import Config, ConfigError
-from txl_lightning.data.recall import RecallConfig
+from txl_lightning.data.episodes import EpisodesConfig
 from txl_lightning.data.store import survey
 from txl_lightning.evaluation.frequency import Bucket, ByFrequency, by_frequency, count_words
 from txl_lightning.evaluation.place import both_ways
@@ -26,7 +26,7 @@ def check(config: Config, options: AnalyzeOptions) -> None:
     """There are words, and a training split that counts them. Raises ConfigError."""
     assert options.ckpt is not None
     check_files(options)
-    if isinstance(config.data, RecallConfig):
+    if isinstance(config.data, EpisodesConfig):
         raise ConfigError("data", config.data.name, "holds no words", "give text")
     check_text(config, options, ckpt=options.ckpt)
     found = survey(config.data, training=False)
