@@ -55,6 +55,8 @@ def _documents_begin_segments(config: Config) -> bool:
 def not_layer_parallel(config: Config) -> str | None:
     """Why evaluation cannot run each layer over many segments at once (`eval.schedule=layers`); None: it can."""
     position = config.model.position
+    if config.model.architecture != "transformer":
+        return f"model.architecture={config.model.architecture} reads token by token"
     if KINDS[position].needs_whole_segments:
         return f"model.position={position} numbers the tokens of each segment"
     with torch.device("meta"):

@@ -10,13 +10,14 @@ from typing import Any
 
 from txl_lightning.errors import ConfigError, suggest, yaml_text
 from txl_lightning.keys import GROUPS, PLUGGED, SEVERAL, names, plugged_keys, takes_list
+from txl_lightning.model_config import OF_TRANSFORMER
 from txl_lightning.overrides import Typed, check_value, chosen, parse
 
 CONFIG_PACKAGE = "txl_lightning.configs"
 
 
 def names_to_options(typed: Sequence[Typed]) -> list[Typed]:
-    """`memory.name=X` chooses the option X, so it becomes `memory=X`."""
+    """`memory.name=X` chooses the option X, so it becomes `memory=X`; what typed options imply is added."""
     groups = {item.key: item for item in typed if item.is_group}
     found = []
     for item in typed:
@@ -24,7 +25,15 @@ def names_to_options(typed: Sequence[Typed]) -> list[Typed]:
         if group in groups and groups[group].text != item.text:
             raise item.refuse(f"contradicts {groups[group]}", "keep one of them")
         found.append(dataclasses.replace(item, key=group) if group else item)
+    chosen_groups = {item.key for item in found if item.is_group}
+    for (group, option), (implied, value) in IMPLIED.items():
+        if Typed(key=group, text=option) in found and implied not in chosen_groups:
+            found.append(Typed(key=implied, text=value))
     return found
+
+
+IMPLIED = {("model", "lstm"): ("memory", "none")}
+"""Options that bring one of another group with them, where none of that group is typed."""
 
 
 def check_values(typed: Sequence[Typed], *, config_dir: str | None) -> None:
@@ -99,7 +108,9 @@ def _reads_no_averages(values: Mapping[str, Any]) -> bool:
     return values["optim"]["name"] in ("sgd", "adagrad", "rmsprop", "adafactor")
 
 
-IDLE: dict[str, tuple[Callable[[Mapping[str, Any]], Any], str, str]] = {
+_Idle = tuple[Callable[[Mapping[str, Any]], Any], str, str]
+
+IDLE: dict[str, _Idle] = {
     "model.max_distance": (
         lambda values: values["model"]["position"] not in ("shaw", "absolute_per_layer"),
         "model.position={model[position]} has no learned rows",
@@ -159,6 +170,13 @@ IDLE: dict[str, tuple[Callable[[Mapping[str, Any]], Any], str, str]] = {
     ),
 }
 """Keys that have no effect under certain others: when that is so, the rule and the cure."""
+
+_OF_LSTM: _Idle = (
+    lambda values: values["model"]["architecture"] == "lstm",
+    "model.architecture=lstm has no such part",
+    "leave it out, or set model.architecture=transformer",
+)
+IDLE.update({f"model.{name}": _OF_LSTM for name in OF_TRANSFORMER if f"model.{name}" not in IDLE})
 
 
 def check_idle(typed: Sequence[Typed], values: Mapping[str, Any]) -> None:

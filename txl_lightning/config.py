@@ -527,6 +527,9 @@ class Config(TopConfig):
         self._check_fit_at_evaluation()
         self._check_warm()
         self._check_reach()
+        if self.model.architecture == "lstm" and self.memory.name != "none":
+            rule = f"an LSTM has no layers that memory={self.memory.name} could live in: its state is its memory"
+            raise self.model.refuse("architecture", rule, "set memory=none, or model.architecture=transformer")
         if self.trainer.bptt_segments > 1 and not self.memory.carries:
             rule = f"memory={self.memory.name} carries no gradient from one segment to the next"
             cure = "set it to 1, or memory.gradient=carry where the memory has that key"

@@ -19,12 +19,24 @@ POSITIONS = {
 """What `model.position` may be, and whether it can tell where a memory's tokens stand."""
 
 
+OF_TRANSFORMER = (
+    "n_head n_kv_head d_head d_inner dropatt pre_norm norm_queries final_norm norm norm_eps qk_norm ffn position terms "
+    "max_distance untie_r clamp_len same_length attention checkpointing"
+).split()
+"""Keys of `model` that an LSTM has no use for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
     """The Transformer-XL itself."""
 
     section: ClassVar[str] = "model"
 
+    architecture: str = key(
+        "transformer",
+        "transformer: the Transformer-XL; lstm: a stacked LSTM as a baseline, whose state is its memory",
+        choices=("transformer", "lstm"),
+    )
     n_layer: int = key(4, "number of layers", minimum=1)
     d_model: int = key(128, "width of the residual stream (even: half sines, half cosines)", minimum=2)
     n_head: int = key(4, "attention heads", minimum=1)
@@ -169,6 +181,9 @@ class ModelConfig(Section):
 
     def num_params(self) -> int:
         """Parameters of the model without those of its memory, counted without building it."""
+        if self.architecture == "lstm":
+            bias = 4 * self.d_model if self.bias else 0
+            return self._table_params() + self.n_layer * (8 * self.d_model**2 + bias)
         layer = self._attention_params() + self._feed_forward_params() + 2 * self._norm_params()
         return (
             self._table_params()

@@ -279,6 +279,7 @@ def _check_sayable(config: Config, layout: Layout) -> None:
     told = ATTN_TYPES[: layout.attn_types]
     queries = not (model.pre_norm and model.position.startswith("absolute"))
     wanted: list[tuple[str, Any, Any]] = [
+        ("model.architecture", model.architecture, ("transformer",)),
         ("model.position", model.position, told),
         ("model.terms", model.terms, (("a", "b", "c", "d"),)),
         ("model.norm", model.norm, ("layernorm",)),

@@ -12,6 +12,7 @@ import torch
 
 from txl_lightning.checkpoints import lane_files, manifest, zero
 from txl_lightning.config import Config, ConfigError, StrategyConfig
+from txl_lightning.model.architectures import make_model
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.model.weights import load_weights
 
@@ -159,7 +160,7 @@ def load_checkpoint(path: str, config: Config | None = None) -> TransformerXL:
     """
     saved = read_checkpoint(path)
     config = config if config is not None else Config.from_dict(saved["txl_lightning"]["config"])
-    model = TransformerXL(config)
+    model = make_model(config)
     weights = {k.removeprefix("model."): v for k, v in saved["state_dict"].items() if k.startswith("model.")}
     load_weights(model, weights, path=path)
     model.vocab = saved["txl_lightning"].get("vocab")

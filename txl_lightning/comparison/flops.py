@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from txl_lightning.commands.dry_run import some_targets
 from txl_lightning.config import Config
-from txl_lightning.model.transformer import TransformerXL
+from txl_lightning.model.architectures import make_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ def count_reading(config: Config, targets_BT: Tensor) -> Flops:
     """The same where the targets (B, T) are given; the cost of an adaptive softmax depends on how rare they are."""
     lanes = len(targets_BT)
     with torch.device("meta"):
-        model = TransformerXL(config)
+        model = make_model(config)
     model.train()
     state = model.init_state(lanes, dtype=torch.float32)
     counter = FlopCounterMode(display=False)

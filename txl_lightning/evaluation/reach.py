@@ -66,6 +66,8 @@ def measure_reach(config: Config, model: TransformerXL, *, segments: int | None 
     model.double().eval()
     segment_len = config.eval_segment_len
     formula = config.memory.reach(config.model, segment_len=segment_len)
+    if config.model.architecture == "lstm" and config.memory.reset != "segment":
+        formula = math.inf
     segments = segments_for(formula, segment_len=segment_len) if segments is None else segments
     probe = _Probe(config, model, segments=segments)
     return Reach(

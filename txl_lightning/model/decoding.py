@@ -156,6 +156,8 @@ def steppable(model: TransformerXL, *, documents: bool) -> bool:
     Args:
         documents: memory starts anew with each document, also inside a segment.
     """
+    if model.config.architecture != "transformer":
+        return False
     parts = [part for _, part in model.memory_parts()]
     if model.needs_whole_segments or model.config.attention == "reference":
         return False
@@ -318,6 +320,9 @@ def read(
     """
     tables = tables if partial is None else partial.tables
     full_B = torch.tensor(full, device=tokens_BT.device)
+    if model.config.architecture != "transformer":
+        out = model(tokens_BT, state, segment)
+        return out.hidden_BTD, {name: lane_where(full_B, out.state[name], part) for name, part in state.items()}
     done = segment._replace(length=torch.where(full_B, segment.length, 0))
     x, layout, table = model.entered(tokens_BT, state, segment, tables)
     new: State = {}

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from txl_lightning.config import Config
+from txl_lightning.model.architectures import make_model
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.types import State, detach, n_byte
 
@@ -57,13 +58,13 @@ def footprint(
     kept = chunks if config.trainer.accumulate_grad_batches > window else 0
     live = LiveBytes(tail_counts(config, targets_BT) * window)
     with FakeTensorMode(), device, _default_dtype(torch.bfloat16 if precision == "bf16-true" else torch.float32):
-        model = TransformerXL(config).train()
+        model = make_model(config).train()
         state = model.init_state(len(targets_BT), dtype=torch.bfloat16 if "bf16" in precision else torch.float32)
         tokens_BT = torch.zeros(targets_BT.shape, dtype=torch.int64)
         weights = list(model.parameters())
         for weight in weights:
             weight.grad = torch.zeros_like(weight)
-        live.start([*weights, *(weight.grad for weight in weights), *model.buffers(), *state.values(), tokens_BT])  # type: ignore[list-item]
+        live.start([*weights, *(weight.grad for weight in weights), *model.buffers(), *state.values(), tokens_BT])
         with live:
             _step(model, state, tokens_BT, window=window, precision=precision)
     return Footprint(

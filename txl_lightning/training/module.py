@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from txl_lightning.checkpoints import lane_files
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.store import TokenData
+from txl_lightning.model.architectures import make_model
 from txl_lightning.model.tables import Tables
 from txl_lightning.model.transformer import ModelOutput, TransformerXL
 from txl_lightning.ranks import check_chunks
@@ -47,7 +48,7 @@ class TransformerXLModule(Showing):
     def __init__(self, config: Config, *, model: TransformerXL | None = None) -> None:
         super().__init__(every_n_steps=config.trainer.log_every_n_steps)
         self.config = config
-        self.model = model if model is not None else TransformerXL(config)
+        self.model = model if model is not None else make_model(config)
         self.lanes = LaneState(model_resets=True, offload=config.memory.offload == "cpu")
         self.clock = Clock()
         self.guard = Guard(config.trainer)

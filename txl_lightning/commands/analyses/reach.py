@@ -12,6 +12,7 @@ from txl_lightning.checkpoints import load_checkpoint
 from txl_lightning.commands.output import check_out, write_out
 from txl_lightning.config import Config
 from txl_lightning.evaluation.reach import Reach, measure_reach
+from txl_lightning.model.architectures import make_model
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.options import AnalyzeOptions
 
@@ -33,7 +34,7 @@ def _model(config: Config, options: AnalyzeOptions) -> TransformerXL:
     if options.ckpt is not None:
         return load_checkpoint(options.ckpt, config)
     torch.manual_seed(config.seed)
-    return TransformerXL(config)
+    return make_model(config)
 
 
 def show_reach(found: Reach, *, trained: bool) -> None:
