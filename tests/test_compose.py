@@ -242,7 +242,7 @@ def test_a_stored_configuration_changes_only_where_typed() -> None:
     longer = resume("memory.mem_len=1600", "model.clamp_len=1000", "eval.segment_len=null").to_dict()
     assert longer.pop("memory") == {**stored["memory"], "mem_len": 1600}
     assert longer.pop("model") == {**stored["model"], "clamp_len": 1000}
-    assert longer.pop("eval") == {"batch_size": None, "segment_len": None, "schedule": "auto"}
+    assert longer.pop("eval") == {**stored["eval"], "segment_len": None}
     assert longer == {name: stored[name] for name in longer}
     assert resume("memory=none").memory.to_dict() == {"name": "none", "reset": "epoch", "offload": "none"}
     assert resume("data=stdlib").data.to_dict() == load().data.to_dict()
@@ -250,6 +250,17 @@ def test_a_stored_configuration_changes_only_where_typed() -> None:
         resume("memory=none", "memory.mem_len=3")
     with pytest.raises(ConfigError, match=r"^experiment=default: the checkpoint's own configuration is used"):
         resume("experiment=default")
+
+
+def test_keys_younger_than_a_checkpoint_have_their_defaults_and_can_be_typed() -> None:
+    stored = load(STORED).to_dict()
+    for section, name in (("eval", "warm"), ("optim", "lr_start"), ("model", "attention"), ("memory", "cold")):
+        old = {**stored, section: {key: value for key, value in stored[section].items() if key != name}}
+        value = {"warm": 64, "lr_start": 1e-5, "attention": "reference", "cold": "zeros"}[name]
+        command = "fit" if section == "optim" else "eval"
+        found = compose([f"{section}.{name}={value}"], command=command, stored=old)
+        assert found[section][name] == value
+        assert Config.from_dict({**old}).to_dict()[section] == Config.from_dict(stored).to_dict()[section]
 
 
 def test_a_key_of_a_part_of_a_stored_mix_names_the_parts() -> None:

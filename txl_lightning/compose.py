@@ -145,8 +145,7 @@ def registered(
         store = ConfigStore.instance()
         kept, store.repo = store.repo, _copy(store.repo)
         try:
-            ungrouped = {name: value for name, value in (stored or {}).items() if name not in GROUPS}
-            store.store(name="txl_schema", node=_escaped({**schema_defaults(command), **ungrouped}))
+            store.store(name="txl_schema", node=_escaped(_ungrouped(stored or {}, schema_defaults(command))))
             for group in [] if stored is None else [name for name in GROUPS if name not in ("experiment", "debug")]:
                 store.store(group=group, name=STORED, node=_escaped((stored or {}).get(group) or {}))
             for group, name, node in _without_yaml(typed, _loader(config_dir)):
@@ -171,6 +170,13 @@ def schema_defaults(command: str) -> dict[str, Any]:
     top = {item.name: item.default for item in dataclasses.fields(Config) if item.name in known}
     sections = {name: schema().to_dict() for name, schema in SECTIONS.items()}
     return {**top, **COMMANDS[command].options().to_dict(), **sections, "callbacks": {}}
+
+
+def _ungrouped(stored: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults with what a checkpoint says of keys in no group; keys younger than it keep theirs."""
+    own = {name: value for name, value in stored.items() if name not in GROUPS}
+    younger = {name: {**defaults[name], **value} for name, value in own.items() if isinstance(defaults.get(name), dict)}
+    return {**defaults, **own, **younger}
 
 
 def _escaped(value: Any) -> Any:
