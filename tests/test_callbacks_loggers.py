@@ -17,6 +17,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from tests.test_callbacks_ranks import ALL, curves
 from tests.tiny import tiny_config
+from txl_lightning import registry
 from txl_lightning.commands import fit as fit_command
 from txl_lightning.config import ConfigError, load
 from txl_lightning.training.layout import LAYOUT
@@ -94,6 +95,17 @@ def test_csv_holds_every_curve_of_tensorboard(events: EventAccumulator, fitted: 
     texts = [tag for tag in events.Tags()["tensors"] if "memory/attention_by_age" in tag]
     table = events.Tensors(texts[0])[0].tensor_proto.string_val[0].decode().splitlines()
     assert table[0].startswith("| layer | 0 | 1 | 2-3 |") and len(table) == 2 + 2
+
+
+def test_every_curve_stands_in_a_docstring(events: EventAccumulator) -> None:
+    """Of its observer, or it is the module's own."""
+    docs = [registry.callbacks.get(name).build.__doc__ for name in registry.callbacks.names()]
+    named = [tag for doc in docs for tag in re.findall(r"^ +([a-z]+/\S+)", doc, flags=re.MULTILINE)]
+    own = ["train/.+", "val/(loss|ppl|bits_per_byte)", "optim/lr", "optim/grad_norm", "final/.+"]
+    patterns = [*own, *(re.sub("<[a-z]+>", ".+", tag) for tag in named)]
+    for tag in events.Tags()["scalars"]:
+        assert any(re.fullmatch(pattern, tag) for pattern in patterns), tag
+    assert len(named) > 25
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

@@ -16,6 +16,7 @@ import torch
 from tests.benchmark_files import enwik8
 from tests.tiny import MODEL, RUN, StopAt, write_corpus
 from txl_lightning import cli, registry
+from txl_lightning.config import load
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -68,6 +69,11 @@ def test_readme_commands_run_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "Once upon a time" in capsys.readouterr().out
 
 
+def section(title: str) -> str:
+    """The text of README under a heading."""
+    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
 def test_nothing_is_left_to_fill_in() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         assert not re.search(r"\b(TODO|TBD|FIXME|XXX)\b", page.read_text()), page
@@ -96,7 +102,6 @@ def test_scripts_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_lstm_has_lanes_resets_and_resume(tmp_path: Path) -> None:
     """LaneState alone: state per stage, reset at epochs, dead lanes kept, 9 steps equal 5 + 4."""
     from txl_lightning import TextDataModule
-    from txl_lightning.config import load
 
     config = load([*QUICK, "data=text", f"data.path={write_corpus(tmp_path / 'book.txt')}"])
     build = script("lstm_lanes").LSTM
@@ -121,13 +126,20 @@ def test_the_lstm_has_lanes_resets_and_resume(tmp_path: Path) -> None:
 
 
 def test_readme_table_lists_every_strategy_with_its_file_and_paper() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", README, flags=re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", section("Memory strategies"), flags=re.MULTILINE))
     assert sorted(rows) == registry.memories.names()
     for name, row in rows.items():
         (file,) = re.findall(r"\]\((txl_lightning/memory/[^)]+)\)", row)
         assert (ROOT / file).is_file()
         paper = registry.memories.get(name).paper
         assert all(part.strip(",;") in row for part in paper.split() if "arXiv" in part)
+
+
+def test_readme_table_lists_every_observer() -> None:
+    cells = re.findall(r"^\| (`.*?`) \|", section("Watching"), flags=re.MULTILINE)
+    named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(named) == registry.callbacks.names()
+    assert set(named) - set(load().callbacks) == {"attention_maps"}
 
 
 def test_links_of_readme_and_docs_lead_somewhere() -> None:
