@@ -30,10 +30,10 @@ def check(config: Config, options: AnalyzeOptions) -> None:
     if options.task == "passkey_text":
         check_spelling(_vocab_of(options))
         return
-    _check_corpus(config, options)
     if options.task == "grid":
         _check_grid(config, options)
-    elif config.data.test_episodes % config.eval_batch_size:  # type: ignore[attr-defined]
+    _check_corpus(config, options)
+    if options.task == "corpus" and config.data.test_episodes % config.eval_batch_size:  # type: ignore[attr-defined]
         rule = f"must divide data.test_episodes={config.data.test_episodes}, so that lanes begin with an episode"  # type: ignore[attr-defined]
         raise ConfigError(config.eval_batch_key, config.eval_batch_size, rule, "change one of them")
 
