@@ -194,7 +194,7 @@ STEADY += ["trainer.log_every_n_steps=1"]
 def test_deepspeed_follows_one_process_and_its_files_hold_the_live_model(accumulation: int, tmp_path: Path) -> None:
     """50 steps, losses to 1e-5, the memory of every lane; and what is scored from folder and file, bit for bit."""
     write_corpus(tmp_path / "corpus.txt", n_byte=3001)
-    keys = [*STEADY, f"trainer.accumulate_grad_batches={accumulation}"]
+    keys = [*STEADY, f"trainer.accumulate_grad_batches={accumulation}", "eval.schedule=segments"]  # as in training
     launch(tmp_path, [{"name": "one", "do": "fit", "overrides": [*keys, f"run_dir={tmp_path / 'one'}"]}], world=1)
     jobs: list[dict[str, Any]] = []
     for stage, strategy in enumerate(STAGES):

@@ -214,6 +214,11 @@ class BenchOptions(Options):
         None, "also time this class, from an installed transformers 4.57.6", choices=("huggingface", None)
     )
     rounds: int = key(7, "repeats of each; all take turns", minimum=1)
+    clock: str = key(
+        "wall",
+        "what seconds are: wall, or cpu: those that all threads of this process computed, for a machine that is busy",
+        choices=("wall", "cpu"),
+    )
     threads: int | None = key(None, "CPU threads; null: as torch finds them", minimum=1)
     peak_flops: float | None = key(
         None, "FLOP/s of the device, for the share that training uses; null: those of a large product here", above=0

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import re
 import warnings
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
@@ -84,14 +85,25 @@ def theirs(config: Config) -> nn.Module:
         model = build(settings(**{name: value for name, value in values.items() if name != "txl_lightning"}))
     missing, unknown = model.load_state_dict(weights, strict=False)
     assert not missing and not unknown, (missing, unknown)
+    model.crit.forward = _in_float32(model.crit.forward, device_kind(config))
     return model.to(device_kind(config))
+
+
+def _in_float32(losses: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """Their softmax writes float32 results into a tensor of another type under autocast, so it stays outside of it."""
+
+    def wide(hidden: torch.Tensor, *args: Any, **more: Any) -> Any:
+        with torch.autocast(kind, enabled=False):
+            return losses(hidden.float(), *args, **more)
+
+    return wide
 
 
 def training(config: Config) -> Task:
     """An optimizer step of theirs with the optimizer of ours. They score all but the last token of a segment."""
     lanes, n_token = config.data.batch_size, config.data.segment_len
     model = theirs(config).train()
-    optimizer = build_optimizer(model.named_parameters(), config.optim)
+    optimizer = build_optimizer(model.named_parameters(), config.optim, fuse=True)
     text, mems = turns(config, lanes=lanes, n_token=n_token), model.init_mems(lanes)  # type: ignore[operator]
 
     def step() -> None:

@@ -7,7 +7,6 @@ trainer, so the two take turns.
 from __future__ import annotations
 
 import itertools
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Any
 import lightning.pytorch as L
 import numpy as np
 
-from txl_lightning.benchmarks.timing import LEAST_SECONDS, Task, Timing, synchronise
+from txl_lightning.benchmarks.timing import CLOCKS, LEAST_SECONDS, Task, Timing, synchronise
 from txl_lightning.benchmarks.workloads import common, drawn, optimizer_step
 from txl_lightning.config import Config
 from txl_lightning.data.lanes import LaneLoader
@@ -28,7 +27,7 @@ from txl_lightning.types import Batch
 SEGMENTS = 64  # of a pass
 
 
-def overhead(config: Config, *, rounds: int) -> list[Timing]:
+def overhead(config: Config, *, rounds: int, clock: str = "wall") -> list[Timing]:
     """Timings of the bare loop and of the trainer, a step each."""
     lanes, n_token = config.data.batch_size, config.data.segment_len
     facts, kind = common(config, "data.segment_len", n_token, lanes), device_kind(config)
@@ -36,7 +35,9 @@ def overhead(config: Config, *, rounds: int) -> list[Timing]:
     def task(label: str) -> Task:
         return Task(part="overhead", label=label, run=lambda: None, amount=lanes * n_token, facts=facts)
 
-    turns = _Turns(config, [Timing(task=task("bare loop")), Timing(task=task("trainer"))], rounds=rounds, kind=kind)
+    turns = _Turns(
+        config, [Timing(task=task("bare loop")), Timing(task=task("trainer"))], rounds=rounds, kind=kind, clock=clock
+    )
     keys = replace(
         config.trainer, max_steps=10**9, num_sanity_val_steps=0, accumulate_grad_batches=1, accumulate_from_step=0,
         bptt_segments=1, bptt_grow_steps=0, val_check_interval=10**9,
@@ -77,26 +78,27 @@ def _loader(config: Config) -> LaneLoader:
 class _Turns(L.Callback):
     """Times the trainer's steps, and between two repeats as many of a bare loop."""
 
-    def __init__(self, config: Config, found: list[Timing], *, rounds: int, kind: str) -> None:
+    def __init__(self, config: Config, found: list[Timing], *, rounds: int, kind: str, clock: str) -> None:
         self.config, self.found, self.rounds, self.kind = config, found, rounds, kind
+        self.now = CLOCKS[clock]
         self.steps, self.left, self.start = 1, 2, 0.0  # of a repeat; until its end; when it began
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         other = TransformerXLModule(self.config).to(pl_module.device)
         other.load_state_dict(pl_module.state_dict())
         self.model = other.model.train()
-        self.optimizer = build_optimizer(self.model.named_parameters(), self.config.optim)
+        self.optimizer = build_optimizer(self.model.named_parameters(), self.config.optim, fuse=True)
         self.state = self.model.init_state(self.config.data.batch_size, dtype=pl_module._state_dtype())  # type: ignore[operator]
         self.text = self._segments(pl_module)
         self._bare(2)
-        self.start = time.perf_counter()
+        self.start = self.now()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.left -= 1
         if self.left:
             return
         synchronise(self.kind)
-        seconds = (time.perf_counter() - self.start) / self.steps
+        seconds = (self.now() - self.start) / self.steps
         if self.found[1].calls:  # else these were to warm up
             self.found[1].seconds.append(seconds)
             self.found[0].seconds.append(self._bare(self.steps) / self.steps)
@@ -105,7 +107,7 @@ class _Turns(L.Callback):
             for timing in self.found:
                 timing.calls = self.steps
         trainer.should_stop = len(self.found[1].seconds) >= self.rounds
-        self.left, self.start = self.steps, time.perf_counter()
+        self.left, self.start = self.steps, self.now()
 
     def _segments(self, pl_module: L.LightningModule) -> Iterator[Batch]:
         batches = [pl_module.transfer_batch_to_device(b, pl_module.device, 0) for b in _loader(self.config)]
@@ -113,11 +115,11 @@ class _Turns(L.Callback):
 
     def _bare(self, steps: int) -> float:
         """Seconds of so many steps."""
-        start = time.perf_counter()
+        start = self.now()
         for _ in range(steps):
             batch = next(self.text)
             self.state = optimizer_step(
                 self.model, self.optimizer, batch.tokens_BT, batch.targets_BT, self.state, self.config, batch.segment
             )
         synchronise(self.kind)
-        return time.perf_counter() - start
+        return self.now() - start

@@ -75,34 +75,40 @@ class Timing:
         }
 
 
-def interleave(tasks: Sequence[Task], *, rounds: int, kind: str) -> list[Timing]:
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+"""What seconds are: those of the wall, or those that this process's threads computed (for busy machines)."""
+
+
+def interleave(tasks: Sequence[Task], *, rounds: int, kind: str, clock: str = "wall") -> list[Timing]:
     """Time every task `rounds` times, one repeat of each before the next of any.
 
     Args:
         tasks: warmed up here.
         rounds: repeats.
         kind: of the device: "cpu", "cuda" or "mps".
+        clock: one of `CLOCKS`.
     """
     found = [Timing(task=task) for task in tasks]
     for timing in found:
-        _timed(timing.task, timing.task.group, kind)
+        _timed(timing.task, timing.task.group, kind, clock)
         timing.peak_bytes = _peak_of(timing.task, kind)
-        once = _timed(timing.task, timing.task.group, kind)
+        once = _timed(timing.task, timing.task.group, kind, clock)
         timing.calls = timing.task.group * max(1, round(LEAST_SECONDS / once))
     for _ in range(rounds):
         for timing in found:
-            timing.seconds.append(_timed(timing.task, timing.calls, kind) / timing.calls)
+            timing.seconds.append(_timed(timing.task, timing.calls, kind, clock) / timing.calls)
     return found
 
 
-def _timed(task: Task, calls: int, kind: str) -> float:
+def _timed(task: Task, calls: int, kind: str, clock: str) -> float:
     """Seconds of so many calls."""
+    now = CLOCKS[clock]
     synchronise(kind)
-    start = time.perf_counter()
+    start = now()
     for _ in range(calls):
         task.run()
     synchronise(kind)
-    return time.perf_counter() - start
+    return now() - start
 
 
 def _peak_of(task: Task, kind: str) -> int | None:

@@ -86,7 +86,7 @@ def training(config: Config, *, label: str) -> Task:
     """A whole optimizer step on one segment of every lane: forward, backward, clipping, update."""
     lanes, n_token = config.data.batch_size, config.data.segment_len
     model = made(config).train()
-    optimizer = build_optimizer(model.named_parameters(), config.optim)
+    optimizer = build_optimizer(model.named_parameters(), config.optim, fuse=True)
     state = warm(model, model.init_state(lanes, dtype=state_dtype(config)), config, segment_len=n_token)
     text = turns(config, lanes=lanes, n_token=n_token)
 

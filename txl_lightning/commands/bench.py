@@ -31,6 +31,8 @@ def check(config: Config, options: BenchOptions, *, request: Request) -> None:
         raise ConfigError("flag", "--multirun", "memory=A,B,C is a list here", "leave -m out")
     check_out(options.out)
     check_devices(config)
+    if options.clock == "cpu" and device_kind(config) != "cpu":
+        raise options.refuse("clock", "what another device computes takes no time of the cpu", "set clock=wall")
     if not options.parts:
         raise options.refuse("what", "names nothing to measure", f"choose among {', '.join(BENCH_PARTS)}")
     for _, one in entrants(config, options, request):
@@ -78,14 +80,16 @@ def run(config: Config, options: BenchOptions, *, request: Request) -> None:
         if part == "training" and options.peak_flops is None:
             tasks.append(machine.products(config))
         if tasks:
-            found += interleave(tasks, rounds=options.rounds, kind=kind)
+            found += interleave(tasks, rounds=options.rounds, kind=kind, clock=options.clock)
         if part == "overhead":
-            found += overhead.overhead(config, rounds=max(3, options.rounds))
+            found += overhead.overhead(config, rounds=max(3, options.rounds), clock=options.clock)
     found = [_with_utilisation(timing, everyone, found, options) for timing in found]
     remarks, summary = _remarks(found, config, options)
     report.show(found, remarks, facts)
     rows = [timing.to_dict() for timing in found]
-    write_out(options.out, {"machine": facts, "rounds": options.rounds, **summary, "rows": rows})
+    write_out(
+        options.out, {"machine": facts, "rounds": options.rounds, "clock": options.clock, **summary, "rows": rows}
+    )
 
 
 def _tasks(part: str, everyone: list[Entrant], config: Config, options: BenchOptions) -> Iterator[Task]:

@@ -203,9 +203,10 @@ def fresh_state(
 
 def reset_lanes(part: MemoryStrategy | TokenMemory, state: State, reset_B: Tensor) -> State:
     """Put the lanes that start anew back to their start values; learned ones keep their graph."""
-    if may_look(reset_B) and not reset_B.any():
-        return state
     start = part.initial()
+    # learned start values keep their place in the graph, so that no parameter is left without gradient
+    if (may_look(reset_B) if start else on_hand(reset_B)) and not reset_B.any():
+        return state
     zero = {
         key: start[key].to(old.dtype).expand_as(old) if key in start else torch.zeros_like(old)
         for key, old in state.items()
@@ -216,7 +217,7 @@ def reset_lanes(part: MemoryStrategy | TokenMemory, state: State, reset_B: Tenso
 def keep_dead(new: State, old: State, length_B: Tensor) -> State:
     """The new state, but the old one bit for bit in lanes without tokens."""
     alive = length_B > 0
-    if may_look(alive) and alive.all():
+    if on_hand(alive) and alive.all():
         return new
     return {key: lane_where(alive, new[key], old[key]) for key in new}
 
@@ -232,7 +233,13 @@ def may_look(mask_B: Tensor) -> bool:
 
     Only where that waits for no device, changes no graph and leaves no parameter without gradient.
     """
-    return mask_B.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return on_hand(mask_B) and not torch.is_grad_enabled()
+
+
+def on_hand(mask_B: Tensor) -> bool:
+    """The same where either way gives the same values and gradients."""
+    holds_numbers = getattr(mask_B, "fake_mode", None) is None
+    return mask_B.device.type == "cpu" and holds_numbers and not torch.compiler.is_compiling()
 
 
 def keep_last(old_BMx: Tensor, new_BTx: Tensor, length_B: Tensor) -> Tensor:
@@ -244,7 +251,7 @@ def keep_last(old_BMx: Tensor, new_BTx: Tensor, length_B: Tensor) -> Tensor:
         length_B: (B,) how many rows of new are real.
     """
     size = old_BMx.shape[1]
-    if may_look(length_B) and (length_B == length_B[:1]).all():
+    if on_hand(length_B) and (length_B == length_B[:1]).all():
         n_new = int(length_B[0])
         fresh = new_BTx[:, max(0, n_new - size) : n_new].to(old_BMx.dtype)
         return torch.cat([old_BMx[:, min(n_new, size) :], fresh], dim=1)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from txl_lightning.config import ModelConfig
 from txl_lightning.model.backends import Need, choose
-from txl_lightning.model.parts import RMSNorm, frozen_norm
+from txl_lightning.model.parts import RMSNorm, dropout, frozen_norm
 from txl_lightning.model.positions import KINDS, Biases, DistanceTable, Reading
 
 
@@ -141,7 +141,7 @@ def _plain(
     scores = layer.position.scores(q_BHTK, read, table, biases)
     # ours alone, so it may be changed; softmax of half-precision scores sums in float32 by itself
     weights = torch.softmax(scores.add_(read.bias), dim=-1).to(read.v_BHPK.dtype)
-    dropped = F.dropout(weights, layer.dropatt, layer.training)
+    dropped = dropout(weights, layer.dropatt, layer.training)
     return dropped @ read.v_BHPK, weights
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from txl_lightning.config import ModelConfig
 from txl_lightning.memory.base import MemoryStrategy, keep_dead, reset_lanes
-from txl_lightning.model import inference
+from txl_lightning.model import chunked, inference
 from txl_lightning.model.attention import Attention
 from txl_lightning.model.parts import frozen_norm, make_dropout, make_feed_forward, make_norm
 from txl_lightning.model.positions import Biases, DistanceTable, Mask, Reading
@@ -221,6 +221,8 @@ class Block(nn.Module):
             table = tables.projected(self.attention.position, table)
         if way == "shift" and not self.wants_usage and inference.can_fuse(self.attention, q, read):
             return inference.fused(self.attention, q, read, table, biases), None
+        if way == "shift" and not self.wants_usage and chunked.can_chunk(self.attention, q, read):
+            return chunked.chunked(self.attention, q, read, table, biases), None
         return self.attention.attend(q, read, table, biases, way=way, weights=self.wants_usage)
 
     @property

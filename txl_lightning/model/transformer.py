@@ -16,7 +16,7 @@ from txl_lightning.model import decoding, layerwise
 from txl_lightning.model.block import Block, Layout, substate
 from txl_lightning.model.embedding import TokenEmbedding
 from txl_lightning.model.hub import HubModel
-from txl_lightning.model.parts import make_dropout, make_norm
+from txl_lightning.model.parts import Dropout, make_dropout, make_norm
 from txl_lightning.model.positions import KINDS, Biases, DistanceTable, Position, distance_table
 from txl_lightning.model.softmax import OutputSoftmax
 from txl_lightning.model.tables import Tables
@@ -60,7 +60,7 @@ class TransformerXL(HubModel, nn.Module):
         self.final_norm = make_norm(self.config) if self.config.final_norm else None
         self.softmax = OutputSoftmax(self.config, self.embedding)
         self.dropout = make_dropout(self.config)
-        self.table_dropout = nn.Dropout(self.config.dropout)
+        self.table_dropout = Dropout(self.config.dropout)
         self.limit = config.distance_limit
         shared = self.config.position == "transformer_xl" and not self.config.untie_r
         pair = (self.config.n_head, self.config.d_head)

@@ -288,7 +288,8 @@ class TransformerXLModule(Showing):
         if chunks > 1 and strategy.handles_gradient_accumulation:
             rule = f"{type(strategy).__name__} takes every backward pass for a step's last"
             raise ConfigError("trainer.lane_chunks", chunks, rule, "set it to 1, or train with strategy=ddp")
-        optimizer = build_optimizer(self.named_parameters(), self.config.optim)
+        fuse = not strategy.handles_gradient_accumulation and self.trainer.precision != "16-mixed"
+        optimizer = build_optimizer(self.named_parameters(), self.config.optim, fuse=fuse)
         self._schedule = build_schedule(optimizer, self.config.optim, max_steps=planned)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._schedule, "interval": "step"}}
 

@@ -26,6 +26,7 @@ class Kind:
         averages: tensors as large as the weights that it keeps, momentum not counted.
         keys: what it reads of `optim` beside lr and weight_decay.
         fixed: arguments that are always given.
+        fuses: it can update all weights in one pass over memory.
     """
 
     module: str
@@ -33,16 +34,17 @@ class Kind:
     averages: int
     keys: tuple[str, ...] = ()
     fixed: tuple[tuple[str, Any], ...] = ()
+    fuses: bool = False
 
 
 KINDS = {
-    "adam": Kind(TORCH, "Adam", 2, ("betas", "eps")),
-    "adamw": Kind(TORCH, "AdamW", 2, ("betas", "eps")),
+    "adam": Kind(TORCH, "Adam", 2, ("betas", "eps"), fuses=True),
+    "adamw": Kind(TORCH, "AdamW", 2, ("betas", "eps"), fuses=True),
     "nadam": Kind(TORCH, "NAdam", 2, ("betas", "eps")),
     "radam": Kind(TORCH, "RAdam", 2, ("betas", "eps")),
     "adagrad": Kind(TORCH, "Adagrad", 1, ("eps",)),
     "rmsprop": Kind(TORCH, "RMSprop", 1, ("eps", "momentum")),
-    "sgd": Kind(TORCH, "SGD", 0, ("momentum",)),
+    "sgd": Kind(TORCH, "SGD", 0, ("momentum",), fuses=True),
     "adafactor": Kind(TORCH, "Adafactor", 0),  # a row and a column for each matrix
     # the decay belongs to the update that the trust ratio scales, as in the paper (arXiv:1904.00962); without the other
     # argument the package divides the scaled update by 1 - beta1^t: the first one would be ten times too large
@@ -95,15 +97,38 @@ def parameter_groups(named: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str
     return groups
 
 
-def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> torch.optim.Optimizer:
-    """Optimizer over the parameters, in two groups: with and without weight decay."""
-    groups = [
+def build_optimizer(
+    named: Iterable[tuple[str, nn.Parameter]], config: OptimConfig, *, fuse: bool = False
+) -> torch.optim.Optimizer:
+    """Optimizer over the parameters, in two groups: with and without weight decay.
+
+    Args:
+        named: the parameters.
+        config: its keys.
+        fuse: update all weights in one pass over memory, where the optimizer can and the weights are on CPU or CUDA.
+            A loss scaler (fp16) must not be used then, and nobody may divide the weights (DeepSpeed).
+    """
+    groups: list[dict[str, Any]] = [
         {"params": [parameter for _, parameter in group], "weight_decay": decay}
         for group, decay in zip(parameter_groups(named), (config.weight_decay, 0.0), strict=True)
     ]
     kind = KINDS[config.name]
-    keys = {name: getattr(config, name) for name in kind.keys}
-    return check_optimizer(config)([g for g in groups if g["params"]], lr=config.lr, **keys, **dict(kind.fixed))  # type: ignore[call-arg]
+    keys: dict[str, Any] = {name: getattr(config, name) for name in kind.keys} | dict(kind.fixed)
+    places = {parameter.device.type for group in groups for parameter in group["params"]}
+    if fuse and kind.fuses and places in ({"cpu"}, {"cuda"}):
+        keys["fused"] = True
+    optimizer = check_optimizer(config)([g for g in groups if g["params"]], lr=config.lr, **keys)  # type: ignore[call-arg]
+    if "fused" in keys:
+        optimizer.register_step_post_hook(_note_change)
+    return optimizer
+
+
+def _note_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Fused updates leave the weights' version counters as they were, by which others know that weights moved."""
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if weight.grad is not None:
+                torch.autograd.graph.increment_version(weight)
 
 
 def lr_factor(step: int, *, config: OptimConfig, max_steps: int) -> float:
