@@ -320,6 +320,11 @@ class TrainerConfig(Section):
         0.0, "nats per token a step's loss may lie above the running mean of the steps before it; 0: any", minimum=0
     )
     max_skipped_steps: int = key(10, "steps in a row that skip leaves out before it stops after all", minimum=1)
+    compile: Any = key(
+        "auto",
+        "compile the model for training: auto: on CUDA, where there is a compiler (on a CPU it is slower)",
+        choices=("auto", True, False),
+    )
     detect_anomaly: bool = key(False, "let autograd name the operation that made a NaN (slow)")
 
     def check(self) -> None:

@@ -381,7 +381,7 @@ COMMANDS = {
         options=BenchOptions,
         read=(
             *("experiment", *_MODEL, *_DATA, "eval.*", "optim", "optim.*", "seed"),
-            *("trainer.accelerator", "trainer.precision"),
+            *("trainer.accelerator", "trainer.precision", "trainer.compile"),
         ),
         unread=(*_OFFLOAD, *_ORDER, "optim.ema"),
         composes=True,

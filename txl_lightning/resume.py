@@ -22,7 +22,7 @@ AUTO = "auto"
 OF_ONE_INVOCATION = ("stop_at_step", "max_time")
 MAY_DIFFER = (
     *("run_dir", "dry_run", "experiment", "logger*", "callbacks*", "eval*", "strategy*"),
-    *("data.num_workers", "data.cache_dir", "trainer.detect_anomaly"),
+    *("data.num_workers", "data.cache_dir", "trainer.detect_anomaly", "trainer.compile"),
     *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.lane_chunks"),
     *("memory.offload", "model.attention"),
     *("trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.num_sanity_val_steps"),

@@ -19,6 +19,7 @@ from txl_lightning.benchmarks.timing import CLOCKS, LEAST_SECONDS, Task, Timing,
 from txl_lightning.benchmarks.workloads import common, drawn, optimizer_step
 from txl_lightning.config import Config
 from txl_lightning.data.lanes import LaneLoader
+from txl_lightning.training.compiling import training_forward
 from txl_lightning.training.module import TransformerXLModule
 from txl_lightning.training.optim import build_optimizer
 from txl_lightning.training.trainer import build_trainer, device_kind
@@ -88,6 +89,7 @@ class _Turns(L.Callback):
         other.load_state_dict(pl_module.state_dict())
         self.model = other.model.train()
         self.optimizer = build_optimizer(self.model.named_parameters(), self.config.optim, fuse=True)
+        self.forward = training_forward(self.model, self.config.trainer.compile, kind=self.kind)
         self.state = self.model.init_state(self.config.data.batch_size, dtype=pl_module._state_dtype())  # type: ignore[operator]
         self.text = self._segments(pl_module)
         self._bare(2)
@@ -119,7 +121,7 @@ class _Turns(L.Callback):
         for _ in range(steps):
             batch = next(self.text)
             self.state = optimizer_step(
-                self.model, self.optimizer, batch.tokens_BT, batch.targets_BT, self.state, self.config, batch.segment
+                self.forward, self.optimizer, batch.tokens_BT, batch.targets_BT, self.state, self.config, batch.segment
             )
         synchronise(self.kind)
         return self.now() - start

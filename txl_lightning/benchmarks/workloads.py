@@ -19,6 +19,7 @@ from txl_lightning.config import Config
 from txl_lightning.generation import Session
 from txl_lightning.model.tables import Tables
 from txl_lightning.model.transformer import TransformerXL
+from txl_lightning.training.compiling import training_forward
 from txl_lightning.training.optim import build_optimizer
 from txl_lightning.training.trainer import device_kind, resolve_precision
 from txl_lightning.types import Segment, State, detach, n_byte
@@ -89,11 +90,12 @@ def training(config: Config, *, label: str) -> Task:
     optimizer = build_optimizer(model.named_parameters(), config.optim, fuse=True)
     state = warm(model, model.init_state(lanes, dtype=state_dtype(config)), config, segment_len=n_token)
     text = turns(config, lanes=lanes, n_token=n_token)
+    forward = training_forward(model, config.trainer.compile, kind=device_kind(config))
 
     def step() -> None:
         nonlocal state
         tokens = next(text)
-        state = optimizer_step(model, optimizer, tokens[:, :-1], tokens[:, 1:], state, config)
+        state = optimizer_step(forward, optimizer, tokens[:, :-1], tokens[:, 1:], state, config)
 
     facts = {**common(config, "data.segment_len", n_token, lanes), "state_bytes_per_lane": n_byte(state) / lanes}
     return Task(part="training", label=label, run=step, amount=lanes * n_token, facts=facts)

@@ -114,6 +114,11 @@ def _no_kernels(device_type: str) -> str | None:
     return _no_compiler(device_type) if device_type == "cuda" and not kernels.interpreted() else None
 
 
+def why_not_compiled(device_type: str) -> str | None:
+    """Why nothing can be compiled for a device; None: it can."""
+    return _no_compiler(device_type)
+
+
 @torch.compiler.assume_constant_result  # looks at files, which dynamo cannot follow
 def _no_compiler(device_type: str) -> str | None:
     """Why code cannot be compiled for a device; None: it can."""

@@ -20,6 +20,7 @@ from txl_lightning.training import progress, rng
 from txl_lightning.training.accumulation import Window, next_window
 from txl_lightning.training.averaging import MovingAverage
 from txl_lightning.training.clock import Clock
+from txl_lightning.training.compiling import training_forward
 from txl_lightning.training.curves import Showing
 from txl_lightning.training.datamodule import TextDataModule
 from txl_lightning.training.ddp import LanesDDP
@@ -69,6 +70,7 @@ class TransformerXLModule(Showing):
         self._reported: dict[str, Tensor] = {}  # what the latest training step's memory said
         self._grad_norm: Tensor | None = None
         self._tables: Tables | None = None  # projected distances of the evaluation under way
+        self._forward: list[Any] = [self.model]  # what training calls; in a list, so that it is no second submodule
         self._read_text: str | None = None  # fingerprint of what the lanes hold
 
     def training_step(self, batch: Batch | list[Batch], batch_idx: int) -> Tensor:
@@ -158,6 +160,8 @@ class TransformerXLModule(Showing):
             cure = "let the Trainer validate or take another schedule"
             raise ConfigError("optim.schedule", "plateau", "there is no validation whose loss it could watch", cure)
         self.lanes.seek(self.trainer.train_dataloader)
+        wanted = False if engine_of(self.trainer) is not None else self.config.trainer.compile
+        self._forward = [training_forward(self.model, wanted, kind=self.device.type)]
         self._unstepped = -1
         self._sums.clear()
         if self.trainer.global_rank > 0:  # else lanes of different ranks would share their dropout masks
@@ -454,6 +458,8 @@ class TransformerXLModule(Showing):
 
     def _read(self, batch: Batch, state: State, *, tables: Tables | None = None) -> ModelOutput:
         """Read one segment."""
+        if tables is None and self.training:
+            return self._forward[0](batch.tokens_BT, state, batch.segment, batch.targets_BT)
         if tables is None:
             return self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT)
         return self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT, tables=tables)

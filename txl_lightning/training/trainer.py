@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.model.backends import check_backend
 from txl_lightning.training.checkpointing import WholeFiles
+from txl_lightning.training.compiling import check_compile
 from txl_lightning.training.strategies import build_strategy, check_strategy
 
 
@@ -78,6 +79,7 @@ def check_devices(config: Config) -> None:
     if config.trainer.precision == "16-mixed" and kind == "cpu":
         raise ConfigError("trainer.precision", "16-mixed", "the cpu cannot train in fp16", "use bf16-mixed or 32-true")
     check_strategy(config, device=kind)
+    check_compile(config.trainer.compile, deepspeed=config.strategy.sharded)
 
 
 def resolve_precision(config: Config) -> str:
