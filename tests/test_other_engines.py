@@ -100,6 +100,7 @@ CHAINS: dict[str, list[Part]] = {
     "same_stage": [("deepspeed_zero3", 2, 5), ("deepspeed_zero3", 4, 11), ("deepspeed_zero3", 2, 20)],
     "same_ranks": [("deepspeed_zero1", 2, 5), ("deepspeed_zero2", 2, 11), ("deepspeed_zero3", 2, 20)],
     "offloaded": [("deepspeed_zero2_offload", 2, 5), ("deepspeed_zero3_offload", 4, 11), ("auto", 1, 20)],
+    "alone": [("deepspeed_zero3", 1, 5), ("deepspeed_zero2", 2, 11), ("deepspeed_zero1", 1, 20)],
     "one_first": [("auto", 1, 5), ("deepspeed_zero2", 4, 11), ("deepspeed_zero1", 2, 20)],
 }
 

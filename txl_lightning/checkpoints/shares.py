@@ -137,10 +137,9 @@ def layouts_of(held: Mapping[str, Any], shapes: Sequence[Mapping[str, Sequence[i
     if "fp32_flat_groups" in held:
         return [side_by_side(own, ranks=ranks) for own in shapes]
     paddings = held.get("param_alignment_paddings") or [()] * len(shapes)
-    sizes = [
-        vector.numel() + padding
-        for vector, padding in zip(held["single_partition_of_fp32_groups"], held["group_paddings"], strict=True)
-    ]
+    vectors = held["single_partition_of_fp32_groups"]
+    cropped = held["group_paddings"] if "zero_stage" in held else [0] * len(vectors)  # one of its optimizers crops none
+    sizes = [vector.numel() + padding for vector, padding in zip(vectors, cropped, strict=True)]
     return [
         one_after_the_other(own, ranks=ranks, share=size, paddings=free)
         for own, size, free in zip(shapes, sizes, paddings, strict=True)
