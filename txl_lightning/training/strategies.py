@@ -243,7 +243,8 @@ class FolderDeepSpeed(DeepSpeedStrategy):
         from txl_lightning.checkpoints import read_checkpoint, zero
 
         path = Path(checkpoint_path).resolve()
-        if zero.is_folder(path) and engine_state.is_as_stored(self.deepspeed_engine, path):
+        own = self.is_global_zero and zero.is_folder(path) and engine_state.is_as_stored(self.deepspeed_engine, path)
+        if self.broadcast(own):  # all ranks take the same way
             with zero.restricted_loading():
                 return super().load_checkpoint(path, weights_only)
         saved = read_checkpoint(str(path), key="resume", optimizer=True)
