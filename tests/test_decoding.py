@@ -86,6 +86,20 @@ def test_distances_are_projected_once_and_tokens_once(base: dict[str, Any]) -> N
         assert rows == {"r": 0, "qkv": n_layer * (step + 1)}
 
 
+def test_weights_that_ranks_share_are_projected_once_wherever_they_are_put_together(base: dict[str, Any]) -> None:
+    """On one rank again and on another not, as addresses happen to fall, and ranks would wait for each other forever."""
+    model, tables, seen = built(base), Tables(), []
+    position = model.blocks()[0].attention.position
+    position.r.register_forward_hook(lambda *_: seen.append(1))
+    table = model.distances(n_token=T, ahead=0, device=model.device, tables=tables).for_slots(M, T)
+    for place in range(4):
+        for weight in position.parameters():
+            weight.ds_id = 7  # type: ignore[attr-defined]
+            weight.data = torch.cat([weight.data, weight.data])[: len(weight)] if place % 2 else weight.data.clone()
+        tables.projected(position, table)
+    assert seen == [1]
+
+
 def test_the_table_of_a_short_segment_is_a_part_of_a_long_ones(base: dict[str, Any]) -> None:
     model, tables = built(base), Tables()
     position = model.blocks()[0].attention.position

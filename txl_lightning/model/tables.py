@@ -49,8 +49,17 @@ class Tables:
 
 
 def _weights(part: nn.Module) -> tuple[Any, ...]:
-    """What changes when a module's weights do."""
-    return tuple((weight.data_ptr(), _version(weight), weight.dtype) for weight in part.parameters())
+    """What changes when a module's weights do.
+
+    ZeRO 3 puts a weight together for its use, each time in another place, on each rank in one of its own: there it is
+    known by its number, for all ranks must come to the same answer, and the weights rest while a table lives.
+    """
+    return tuple(_place(weight) for weight in part.parameters())
+
+
+def _place(weight: Tensor) -> tuple[Any, ...]:
+    number = getattr(weight, "ds_id", None)
+    return (weight.data_ptr(), _version(weight), weight.dtype) if number is None else ("divided", number)
 
 
 def _version(weight: Tensor) -> int:
