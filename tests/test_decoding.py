@@ -87,7 +87,7 @@ def test_distances_are_projected_once_and_tokens_once(base: dict[str, Any]) -> N
 
 
 def test_weights_that_ranks_share_are_projected_once_wherever_they_are_put_together(base: dict[str, Any]) -> None:
-    """On one rank again and on another not, as addresses happen to fall, and ranks would wait for each other forever."""
+    """On one rank again and on another not, as addresses happen to fall, and ranks would wait for each other."""
     model, tables, seen = built(base), Tables(), []
     position = model.blocks()[0].attention.position
     position.r.register_forward_hook(lambda *_: seen.append(1))
