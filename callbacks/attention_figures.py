@@ -35,7 +35,7 @@ class AttentionFigures:
         self._on_memory.append(weights[..., : seen.n_memory].sum())
         distance = seen.distance_BTP.expand_as(weights)
         placed = weights * (distance >= 0)
-        by_bucket = sums_by_bucket(distance.clamp(min=0), placed)[0]
+        by_bucket = sums_by_bucket(distance.clamp(min=0), placed[None])[0]
         self._by_age.append(torch.cat([(weights - placed).sum()[None], by_bucket]))
         if seen.terms_BHTP:
             pairs = (seen.visible_BTP * (real > 0))[:, None]
@@ -47,7 +47,7 @@ class AttentionFigures:
         """What a layer's queries found; age 0: nothing."""
         real = self.segment.mask(age_BHTn.shape[2])[:, None, :, None] & (age_BHTn > 0)
         hit = real.float()
-        by_bucket = sums_by_bucket(age_BHTn, hit)[0]
+        by_bucket = sums_by_bucket(age_BHTn, hit[None])[0]
         self._hits[layer] = torch.cat([(age_BHTn * hit).sum()[None], hit.sum()[None], by_bucket])
 
     def show(self, module: Any) -> None:

@@ -51,11 +51,11 @@ class AttentionMaps(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         point = pl_module.next_point()
-        state = pl_module.lanes.current("train") if self._every.is_due(point) and pl_module.at_border else None
-        if state is None or point is None:
+        if point is None or not (self._every.is_due(point) and pl_module.at_border):
             return
         self._every.take(point)
-        state, first = first_lanes(state, batch[0] if isinstance(batch, list) else batch, 1)
+        first = batch[0] if isinstance(batch, list) else batch
+        state, first = first_lanes(pl_module.state_before(first), first, 1)
         with at_rest(pl_module), attention_seen(pl_module.model, self._draw):
             pl_module.model(first.tokens_BT, state, first.segment)
 

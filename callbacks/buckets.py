@@ -21,7 +21,7 @@ def bucket_name(index: int) -> str:
     return str(low) if index < 2 else f"{low}-{high}"
 
 
-def sums_by_bucket(count: Tensor, *values: Tensor) -> Tensor:
-    """(n, MOST) sums of each of n tensors of values, of the shape of the counts."""
+def sums_by_bucket(count: Tensor, values: Tensor) -> Tensor:
+    """(n, MOST) sums of n tensors of values (n, ...), each of the shape of the counts."""
     index = bucket_of(count).flatten()
-    return torch.stack([value.new_zeros(MOST).index_add_(0, index, value.flatten()) for value in values])
+    return values.new_zeros(len(values), MOST).index_add_(1, index, values.flatten(1))

@@ -35,10 +35,11 @@ class LossByPosition(L.Callback):
     def __init__(self, config: LossByPositionConfig) -> None:
         self.config = config
         self._read: Tensor | None = None  # (B,) tokens of each lane since it started anew
-        self._sums: Tensor | None = None  # (2, 2, buckets): by position and by age, the losses and their number
+        self._by_position: Tensor | None = None  # (2, T): losses and their number
+        self._by_age: Tensor | None = None  # (2, buckets): the same
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._read = self._sums = None
+        self._read = self._by_position = self._by_age = None
 
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -52,23 +53,25 @@ class LossByPosition(L.Callback):
         if not batch.n_target:
             return  # lanes are being warmed
         real = batch.segment.mask(n_token).to(pl_module.eval_loss.wide)
-        position = torch.arange(n_token, device=losses.device).expand_as(losses)
-        values = (losses.to(real.dtype) * real, real)
+        values = torch.stack([losses.to(real.dtype) * real, real])
         ages = tokens_before(batch.segment, before, n_token=n_token)
-        sums = torch.stack([sums_by_bucket(position, *values), sums_by_bucket(ages, *values)])
-        self._sums = sums if self._sums is None else self._sums + sums
+        by_position, by_age = values.sum(dim=1), sums_by_bucket(ages, values)
+        self._by_position = by_position if self._by_position is None else self._by_position + by_position
+        self._by_age = by_age if self._by_age is None else self._by_age + by_age
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.sanity_checking or self._sums is None:
+        if trainer.sanity_checking or self._by_position is None or self._by_age is None:
             return
-        sums: Any = trainer.strategy.reduce(self._sums, reduce_op="sum")
+        place = torch.arange(self._by_position.shape[1], device=self._by_position.device)
+        sums: Any = torch.stack([sums_by_bucket(place, self._by_position), self._by_age])
+        sums = trainer.strategy.reduce(sums, reduce_op="sum")
         found = {}
         for name, (losses, counts) in zip(("position", "age"), sums.tolist(), strict=True):
             for index, (loss, count) in enumerate(zip(losses, counts, strict=True)):
                 if count:
                     found[f"val/loss_by_{name}/{bucket_name(index)}"] = loss / count
         pl_module.log_curves(found)
-        self._read = self._sums = None
+        self._read = self._by_position = self._by_age = None
 
 
 def tokens_before(segment: Segment, before_B: Tensor, *, n_token: int) -> Tensor:

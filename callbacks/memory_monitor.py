@@ -17,7 +17,7 @@ from txl_lightning.callbacks.probe import Every, at_rest, first_lanes
 from txl_lightning.config import Section, key
 from txl_lightning.memory.base import MemoryStrategy
 from txl_lightning.model.block import substate
-from txl_lightning.types import Segment, State
+from txl_lightning.types import Batch, Segment, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +75,13 @@ class MemoryMonitor(L.Callback):
         if not self._watches:
             return
         point = pl_module.next_point()
-        state = pl_module.lanes.current("train") if point is not None else None
-        self._before = state
-        if state is not None and pl_module.at_border and self._every.is_due(point):
+        if point is None:
+            return
+        first = batch[0] if isinstance(batch, list) else batch
+        self._before = pl_module.state_before(first)
+        if pl_module.at_border and self._every.is_due(point):
             self._every.take(point)
-            self._look(pl_module, state, batch)
+            self._look(pl_module, self._before, first)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._watches:
@@ -97,9 +99,8 @@ class MemoryMonitor(L.Callback):
             self._seen.show(pl_module)
         self._resets = self._before = self._seen = None
 
-    def _look(self, module: Any, state: State, batch: Any) -> None:
+    def _look(self, module: Any, state: State, first: Batch) -> None:
         """An extra forward pass over a few lanes; what it would write is thrown away."""
-        first = batch[0] if isinstance(batch, list) else batch
         count = min(len(first.tokens_BT), max(1, self.config.lanes // module.trainer.world_size))
         state, first = first_lanes(state, first, count)
         self._seen = AttentionFigures(first.segment, layers=len(module.model.blocks()))
@@ -122,9 +123,9 @@ class MemoryMonitor(L.Callback):
                 fills[f"memory/{name}/fill{layer}"] = fill.float().mean()
             if any(tensor.is_floating_point() for tensor in part.values()):
                 squares[f"memory/{name}/norm{layer}"] = mean_square(part)
-                if self._before is not None:
-                    change = changes(part, substate(self._before, path))
-                    squares[f"memory/{name}/update{layer}"] = mean_square(change)
+                assert self._before is not None
+                change = changes(part, substate(self._before, path))
+                squares[f"memory/{name}/update{layer}"] = mean_square(change)
         found = module.over_ranks({**fills, **squares})
         roots = {name: value if name in fills else value.sqrt() for name, value in found.items()}
         for name in [name for name in roots if "/update" in name]:
@@ -146,7 +147,7 @@ def started_anew(segment: Segment) -> Tensor:
 
 def changes(new: State, old: State) -> State:
     """What differs in the floating-point entries."""
-    return {name: tensor.float() - old[name].float() for name, tensor in floats(new)}
+    return {name: tensor.float() - old[name].to(tensor.device).float() for name, tensor in floats(new)}
 
 
 def mean_square(state: State) -> Tensor:

@@ -42,9 +42,9 @@ class Every:
         """Training begins, or goes on, after so many steps."""
         self._taken = step // self.steps if self.steps else 0
 
-    def is_due(self, step: int | None) -> bool:
-        """Whether to take it at this point; None: there is none."""
-        return bool(self.steps) and step is not None and step // self.steps > self._taken
+    def is_due(self, step: int) -> bool:
+        """Whether to take it at the point of a step."""
+        return bool(self.steps) and step // self.steps > self._taken
 
     def take(self, step: int) -> None:
         """It is taken."""

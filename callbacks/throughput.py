@@ -41,8 +41,8 @@ class Throughput(L.Callback):
     perf/mfu                 model FLOPs utilisation: matrix products of the model that those tokens take, forward and
                              backward (recomputation not counted), as a share of what all devices could do; only where
                              the peak is given (`peak_tflops`) or known
-    perf/peak_memory_gb      10^9 bytes at the highest point since training began, of the rank with most: allocated on a
-                             GPU, else resident on the CPU with all of Python; only where the system tells
+    perf/peak_memory_gb      10^9 bytes at the highest point since the process began, of the rank with most: allocated
+                             on a GPU, else resident on the CPU with all of Python; only where the system tells
     perf/data_wait           share of the training time since the last point that went by waiting for the next batch, of
                              the first rank; only where the Trainer has no profiler of its own
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.points import watched
 from tests.tiny import tiny_config
 from txl_lightning.callbacks.attention_figures import AttentionFigures
 from txl_lightning.callbacks.attention_seen import LayerAttention, attention_seen
+from txl_lightning.commands.fit import fit
 from txl_lightning.config import load
 from txl_lightning.memory.knn import Knn
 from txl_lightning.model.transformer import TransformerXL
@@ -212,6 +214,21 @@ def test_updates_and_resets(tmp_path: Path) -> None:
     assert resets == {step: sum(direct.resets[step - 2 : step]) for step in (2, 4, 6, 8)} and resets[2] == 4
     assert sum(resets.values()) > 4  # a second pass began
     assert not [name for name in points.rows[-1][1] if "attention" in name]  # the first look comes at step 100
+
+
+def test_a_run_that_goes_on_is_looked_at_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    """Also in its very first step, whose memory comes from the checkpoint."""
+    keys = [*EVERY, "trainer.max_steps=4", "memory.mem_len=24", "trainer.save_every_steps=2", "logger=csv"]
+    whole = fit(tiny_config(tmp_path, *keys, f"run_dir={tmp_path / 'whole'}")).run_dir
+    parts = tiny_config(tmp_path, *keys, f"run_dir={tmp_path / 'parts'}", "trainer.stop_at_step=2")
+    fit(parts)
+    going_on = tiny_config(tmp_path, *keys, f"run_dir={tmp_path / 'parts'}")
+    fit(going_on, resume=str(tmp_path / "parts" / "checkpoints" / "last.ckpt"))
+    one, two = ((place / "csv" / "metrics.csv").read_text() for place in (whole, tmp_path / "parts"))
+    rows = [[row for row in csv.DictReader(text.splitlines()) if row["train/loss"]] for text in (one, two)]
+    looked = [[{name: row[name] for name in row if name.startswith("memory/")} for row in found] for found in rows]
+    assert looked[0] == looked[1] and [row["step"] for row in rows[0]] == ["1", "2", "3", "4"]
+    assert all(row["memory/attention/L1"] and row["memory/cache/update/L0"] for row in rows[0])
 
 
 def test_documents_count_as_resets(tmp_path: Path) -> None:

@@ -471,6 +471,10 @@ class TransformerXLModule(Showing):
         home = torch.device("cpu") if self.lanes.offload else self.device
         return self.model.init_state(lanes, form=form, device=home, dtype=self._state_dtype())
 
+    def state_before(self, batch: Batch) -> State:
+        """Memory that a training batch is about to be read with. For observers; not to be changed."""
+        return self.lanes.read("train", batch, lambda lanes: self.fresh_state(lanes, "train"))
+
     def _state_dtype(self) -> torch.dtype:
         return torch.bfloat16 if "bf16" in str(self.trainer.precision) else self.dtype  # type: ignore[return-value]
 
