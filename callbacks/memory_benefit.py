@@ -50,8 +50,10 @@ class MemoryBenefit(L.Callback):
         state = pl_module.lanes.current(f"val/{dataloader_idx}")
         if state is None:
             return
-        state = {name: tensor.to(batch.tokens_BT.device) for name, tensor in state.items()}
         fresh = pl_module.fresh_state(len(batch.tokens_BT), "val")
+        state, fresh = (
+            {name: part.to(batch.tokens_BT.device) for name, part in each.items()} for each in (state, fresh)
+        )
         losses = [self._loss(pl_module, batch, given) for given in (state, fresh, swapped(state, batch))]
         self._sums.append(torch.stack([*losses, batch.segment.length.sum().to(losses[0].dtype)]))
 
@@ -80,6 +82,11 @@ class MemoryBenefit(L.Callback):
             return torch.full((), torch.nan, dtype=wide, device=batch.tokens_BT.device)
         with at_rest(module):
             return module.model(batch.tokens_BT, state, batch.segment, batch.targets_BT).losses_BT.sum(dtype=wide)
+
+
+def on_device_of(batch: Batch, state: State) -> State:
+    """A state that may be kept on the CPU, where the batch is."""
+    return {name: tensor.to(batch.tokens_BT.device) for name, tensor in state.items()}
 
 
 def swapped(state: State, batch: Batch) -> State | None:

@@ -104,15 +104,33 @@ CASES = {
     "knn in windows": ["memory=knn", "trainer.accumulate_grad_batches=2"],
     "compressive in chunks": ["memory=compressive", "trainer.lane_chunks=2"],
 }
+SLOW = {
+    **{name: [f"memory={name}"] for name in option_files("memory") if name not in ("mix", *CASES)},
+    "mix": ["memory=mix", "memory.parts=[{name: cache, layers: [0], mem_len: 8}, {name: knn, layers: [1]}]"],
+    "documents in bf16": ["memory=cache", "data.document=line", "memory.reset=document",
+                          "trainer.precision=bf16-mixed"],
+    "checkpointing": ["memory=expire", "model.checkpointing=true"],
+    "memory on the cpu": ["memory=cache", "memory.offload=cpu"],
+    "several segments of gradient": ["memory=block_recurrent", "memory.gradient=carry", "trainer.bptt_segments=2",
+                                     "trainer.accumulate_grad_batches=2"],
+    "steps left out": ["memory=cache", "trainer.on_divergence=skip"],
+    "shaw": ["memory=cache", "model.position=shaw"],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
 def test_no_observer_changes_a_loss(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout, and every one of them at work."""
     found = []
     for name, callbacks in (("on", ALL), ("off", ["callbacks=none"])):
-        keys = [*RUN[2:], *CASES[case], "model.dropout=0.2", "model.dropatt=0.1", "logger=[csv,tensorboard]"]
-        config = tiny_config(tmp_path, *keys, *callbacks, f"run_dir={tmp_path / name}")
+        keys = [
+            *RUN[2:],
+            *{**CASES, **SLOW}[case],
+            "model.dropout=0.2",
+            "model.dropatt=0.1",
+            "logger=[csv,tensorboard]",
+        ]
+        config = tiny_config(tmp_path, *keys, *callbacks, "logger=[csv,tensorboard]", f"run_dir={tmp_path / name}")
         losses, fitted = train(config, monkeypatch)
         found.append((losses, fitted.module.state_dict()))
     (on, weights), (off, plain) = found
