@@ -46,7 +46,7 @@ class AttentionMaps(L.Callback):
         self._images: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._every.begin(trainer.global_step)
+        self._every.begin(pl_module.last_point())
         self._images.clear()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:

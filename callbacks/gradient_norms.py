@@ -41,7 +41,7 @@ class GradientNorms(L.Callback):
         self._norms: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._every.begin(trainer.global_step)
+        self._every.begin(pl_module.last_point())
         self._norms.clear()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:

@@ -67,7 +67,7 @@ class MemoryMonitor(L.Callback):
         self._seen: AttentionFigures | None = None  # of the step under way
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._every.begin(trainer.global_step)
+        self._every.begin(pl_module.last_point())
         self._watches = any(pl_module.model.memory_parts())
         self._resets = self._before = self._seen = None
 

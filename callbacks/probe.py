@@ -39,7 +39,7 @@ class Every:
         self._taken = 0
 
     def begin(self, step: int) -> None:
-        """Training begins, or goes on, after so many steps."""
+        """Training begins, or goes on, when the latest point was that of a step."""
         self._taken = step // self.steps if self.steps else 0
 
     def is_due(self, step: int) -> bool:

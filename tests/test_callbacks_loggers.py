@@ -134,18 +134,19 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     keys = [*SHORT, *ALL, "logger=[wandb,csv]", "logger.offline=true"]
-    fitted = fit_command.fit(tiny_config(tmp_path, *keys))
-    (run,) = (fitted.run_dir / "wandb").glob("offline-run-*")
-    (file,) = run.glob("run-*.wandb")
-    assert json.loads((fitted.run_dir / IDS).read_text())["wandb"] in file.name
-    history = wandb_history(file)
+    fit_command.fit(tiny_config(tmp_path, *keys, "trainer.stop_at_step=4"))
+    fitted = fit_command.fit(tiny_config(tmp_path, *keys), resume=str(tmp_path / "run" / "checkpoints" / "last.ckpt"))
+    files = sorted((fitted.run_dir / "wandb").glob("offline-run-*/run-*.wandb"))
+    name = json.loads((fitted.run_dir / IDS).read_text())["wandb"]
+    assert [file.name for file in files] == 2 * [f"run-{name}.wandb"]  # it went on under its name
+    history = [row for file in files for row in wandb_history(file)]
     expected = curves(fitted.run_dir)
     for tag in ("train/loss", "memory/benefit/nats", "val/loss_by_age/0", "cost/scores"):
         assert [(int(row["trainer/global_step"]), row[tag]) for row in history if tag in row] == [
             (step, pytest.approx(value)) for step, value in expected[tag]
         ]
     assert any("final/loss" in row for row in history)
-    media = {path.parent.name for path in run.rglob("*") if path.suffix in (".png", ".json")}
+    media = {path.parent.name for path in (fitted.run_dir / "wandb").rglob("*") if path.suffix in (".png", ".json")}
     assert {"attention", "samples", "memory"} <= media
 
 

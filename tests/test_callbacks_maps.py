@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.points import Points, observers
 from tests.tiny import tiny_config
 from txl_lightning import TextDataModule, TransformerXLModule
 from txl_lightning.callbacks.attention_maps import picture
+from txl_lightning.callbacks.probe import Every
 from txl_lightning.training.loggers import build_loggers
 from txl_lightning.training.trainer import build_trainer
 
@@ -69,3 +71,21 @@ def test_maps_come_at_their_steps_and_reach_tensorboard(tmp_path: Path) -> None:
     assert [(point.step, point.width, point.height) for point in events.Images("attention/L1")] == [
         (step, 84, 16) for step in (8, 12, 20)
     ]
+
+
+@pytest.mark.parametrize("stop", range(25))
+def test_looks_come_at_the_same_steps_whenever_a_run_was_stopped(stop: int) -> None:
+    """Points at every 4th step, looks at the first one in each run of 6."""
+    taken = []
+    for borders in ([0, 40], [0, stop, 40]):
+        steps = []
+        for begin, end in pairwise(borders):
+            every = Every(6)
+            every.begin(begin - begin % 4)
+            for step in range(begin + 1, end + 1):
+                if step % 4 == 0 and every.is_due(step):
+                    every.take(step)
+                    steps.append(step)
+        taken.append(steps)
+    assert taken[0] == taken[1] == [8, 12, 20, 24, 32, 36]
+    assert not Every(0).is_due(100)

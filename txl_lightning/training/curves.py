@@ -41,6 +41,10 @@ class Showing(L.LightningModule):
         step = self.trainer.global_step + 1
         return step if step % self.every_n_steps == 0 else None
 
+    def last_point(self) -> int:
+        """The optimizer step of the latest point that could have been; 0 before the first."""
+        return self.trainer.global_step - self.trainer.global_step % self.every_n_steps
+
     def log_curves(self, figures: Mapping[str, Any]) -> None:
         """Add figures to the point of the curves that this step draws. For callbacks, where `logs_now` is true."""
         self._curves.update(figures)

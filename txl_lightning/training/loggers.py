@@ -54,10 +54,9 @@ def build_loggers(config: Config, run_dir: Path, *, resumed_at: int | None = Non
     if keys.wandb:
         ids["wandb"] = ids.get("wandb") or secrets.token_hex(4)
         loggers.append(_wandb(config, run_dir, run_id=ids["wandb"]))
-    if keys.mlflow:
+    if keys.mlflow and is_first_rank():  # the others would open its store too, for nothing
         loggers.append(_mlflow(config, run_dir, run_id=ids.get("mlflow")))
-        if is_first_rank():
-            ids["mlflow"] = loggers[-1].run_id  # type: ignore[attr-defined]
+        ids["mlflow"] = loggers[-1].run_id  # type: ignore[attr-defined]
     if ids and is_first_rank():
         replace_text(run_dir / IDS, json.dumps(ids))
     return loggers
