@@ -40,6 +40,10 @@ class EvalOptions(Options):
     ckpt: str | None = key(None, "checkpoint file or run folder to evaluate (required)")
     split: str = key("test", "part of the corpus to score", choices=("train", "valid", "test"))
     other_text: bool = key(False, "score although the text is not what the checkpoint was trained on")
+    mem_lens: tuple[int, ...] = key((), "score with each of these memory.mem_len, one after the other", minimum=0)
+    bootstrap: int = key(
+        0, "resamples of documents for confidence intervals (which read the text once more); 0: none", minimum=0
+    )
     trust: bool = key(False, _TRUST)
     out: str | None = key(None, "also write the result to this JSON file")
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import lightning.pytorch as L
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from txl_lightning import registry
-from txl_lightning.build import check_resets, check_schedule, check_vocabulary
+from txl_lightning.build import check_resets, check_schedule, check_vocabulary, document_end
 from txl_lightning.checkpoints import checkpoint_file, load_checkpoint, read_checkpoint
 from txl_lightning.commands.output import check_out, write_out
 from txl_lightning.config import Config, ConfigError
-from txl_lightning.data.store import Meta, Survey, survey
+from txl_lightning.data.store import Meta, Survey, prepare, survey
 from txl_lightning.data.tokenizer import TokenizerVocab
 from txl_lightning.data.vocab import from_dict
 from txl_lightning.evaluation.cached import Evaluation, evaluate
+from txl_lightning.evaluation.confidence import Interval, intervals, units_of
+from txl_lightning.evaluation.losses import Nats, stretch_losses
+from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.options import EvalOptions
 from txl_lightning.training.stopping import GracefulStop
-from txl_lightning.training.trainer import check_devices
+from txl_lightning.training.trainer import check_devices, device_kind
 
 READING = ("segment_len", "batch_size", "shuffle", "segment_len_std", "num_workers", "cache_dir")
 """Keys of `data` that say how text is read, not which."""
@@ -30,10 +36,18 @@ def check(config: Config, options: EvalOptions) -> None:
     check_out(options.out)
     check_devices(config)
     check_schedule(config)
-    if config.eval.dynamic != "none" and config.trainer.devices * config.trainer.num_nodes > 1:
+    for one in settings_of(config, options):
+        load_checkpoint(options.ckpt, one)
+    ranks = config.trainer.devices * config.trainer.num_nodes
+    if config.eval.dynamic != "none" and ranks > 1:
         rule = f"eval.dynamic={config.eval.dynamic} runs on one device"
         raise ConfigError("trainer.devices", config.trainer.devices, rule, "set trainer.devices=1 trainer.num_nodes=1")
-    load_checkpoint(options.ckpt, config)
+    if options.bootstrap and ranks > 1:
+        rule = f"needs the losses of all lanes in one rank, and there are {ranks}"
+        raise options.refuse("bootstrap", rule, "set trainer.devices=1")
+    if options.bootstrap and (config.eval.dynamic != "none" or config.eval.warm):
+        rule = "reads the text once more with weights at rest and cold lanes"
+        raise options.refuse("bootstrap", rule, "leave it out, or eval.dynamic and eval.warm")
     found = survey(config.data, training=False)
     found.require(options.split)
     if config.eval.dynamic == "rms":
@@ -74,15 +88,47 @@ def check_same_text(config: Config, found: Meta, *, ckpt: str) -> None:
         raise ConfigError("data.fingerprint", found.fingerprint, rule, cure)
 
 
+def settings_of(config: Config, options: EvalOptions) -> list[Config]:
+    """The configuration, or one for each memory length. Raises ConfigError: the memory has none."""
+    if options.mem_lens and not hasattr(config.memory, "mem_len"):
+        raise options.refuse("mem_lens", f"memory={config.memory.name} has no mem_len", "leave it out")
+    lengths = [{"mem_len": length} for length in options.mem_lens] or [{}]
+    return [replace(config, memory=replace(config.memory, **one)) for one in lengths]  # type: ignore[arg-type]
+
+
 def run(config: Config, options: EvalOptions) -> None:
     """Evaluate, print the table, write the JSON if asked."""
     assert options.ckpt is not None
-    model = load_checkpoint(options.ckpt, config)
+    found, losses = [], []
     stop = GracefulStop()
     with stop.listening():
-        found = evaluate(config, model, split=options.split, callbacks=[*progress_bar(config), stop])
-    show(found)
-    write_out(options.out, found.to_dict())
+        for one in settings_of(config, options):
+            model = load_checkpoint(options.ckpt, one)
+            found.append(evaluate(one, model, split=options.split, callbacks=[*progress_bar(one), stop]))
+            if options.bootstrap:
+                losses.append(single_losses(one, model, split=options.split))
+    bounds = bootstrapped(config, losses, options) if options.bootstrap else [None] * len(found)
+    results = []
+    for index, (score, bound) in enumerate(zip(found, bounds, strict=True)):
+        show(score, bound=bound, first=index == 0)
+        named = {} if bound is None else {"interval": bound[0].to_dict(), "difference": bound[1].to_dict()}
+        results.append({**score.to_dict(), **named})
+    write_out(options.out, {"by_mem_len": results} if options.mem_lens else results[0])
+
+
+def single_losses(config: Config, model: TransformerXL, *, split: str) -> Nats:
+    """(N - 1,) losses of a split, in float32."""
+    data = prepare(config.data, training=False)
+    where = torch.device(device_kind(config))
+    return stretch_losses(config, model.to(where), data.require(split), separator=document_end(data.vocab)).nats
+
+
+def bootstrapped(config: Config, losses: list[Nats], options: EvalOptions) -> list[tuple[Interval, Interval] | None]:
+    """For each setting the interval of its loss, and that of its difference to the first setting's."""
+    data = prepare(config.data, training=False)
+    units, cut = units_of(data.require(options.split), separator=document_end(data.vocab))
+    means, apart = intervals(losses, units, cut=cut, resamples=options.bootstrap, seed=config.seed)
+    return list(zip(means, apart, strict=True))
 
 
 def progress_bar(config: Config) -> list[L.Callback]:
@@ -91,11 +137,17 @@ def progress_bar(config: Config) -> list[L.Callback]:
     return [registry.callbacks.get(name).build(config.callbacks[name])] if name in config.callbacks else []
 
 
-def show(found: Evaluation) -> None:
+def show(found: Evaluation, *, bound: tuple[Interval, Interval] | None = None, first: bool = True) -> None:
     """Print a score with everything it depends on."""
     table = Table(title=f"{found.split} split", show_header=False)
     for name, value in found.scores.items():
         table.add_row(name, f"{value:.4f}")
+    if bound is not None:
+        own, difference = bound
+        unit = "pieces of the text" if own.cut else "documents"
+        table.add_row(f"loss, {own.level:.0%} over {own.units:,} {unit}", f"{own.low:.4f} to {own.high:.4f}")
+        if not first:
+            table.add_row("above the first length", f"{difference.low:+.4f} to {difference.high:+.4f}")
     table.add_row("scored targets", f"{found.n_target:,}")
     for unit, count in found.scored.items():
         table.add_row(f"scored {unit}s", f"{count:,}")
