@@ -13,6 +13,7 @@ from torch import Tensor
 from txl_lightning.build import document_end
 from txl_lightning.data.vocab import Vocab, from_dict
 from txl_lightning.model import decoding
+from txl_lightning.model.partial import Partial
 from txl_lightning.model.tables import Tables
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.sampling import Choice, SamplingRule, cut, has_stopped
@@ -72,7 +73,7 @@ class Session:
         self.recent: list[deque[int]] = [deque(maxlen=REMEMBERED) for _ in range(self.lanes)]  # those read lately
         self.n_read = [0] * self.lanes
         self.log_probs_BV: Tensor | None = None  # of the next tokens; None before the first
-        self.partial: decoding.Partial | None = None  # buffers of the segments under way
+        self.partial: Partial | None = None  # buffers of the segments under way
         if decoding.steppable(self.model, documents=self.reset == "document"):
             self.partial = self.model.begin(
                 self.state, segment_len=self.segment_len, tables=self.tables, reset=self.reset

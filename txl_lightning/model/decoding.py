@@ -1,8 +1,7 @@
 """One token after the other: each is projected once, and memory is written once per full segment.
 
-The segment under way lives in static buffers, which `step` fills in place: per layer the keys and values of what
-memory offers, followed by those of the tokens read so far, and what memory will be told when the segment is full.
-Lanes may stand at different places of their segments. Between two writes no row of memory is moved or projected.
+The segment under way lives in static buffers (`model.partial`), which `step` fills in place. Lanes may stand at
+different places of their segments.
 
 The plain twin is `TransformerXL.forward` over the segment under way, which `generation` falls back to where
 `steppable` says that a memory cannot be read token by token.
@@ -10,144 +9,22 @@ The plain twin is `TransformerXL.forward` over the segment under way, which `gen
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from txl_lightning.memory.base import may_look
-from txl_lightning.model.block import Block, Layout, Read, join_farthest, join_lanes, join_positioned, substate
+from txl_lightning.model.block import Block, Layout, Read, substate
 from txl_lightning.model.inference import gathered
-from txl_lightning.model.positions import Biases, DistanceTable, RotaryPosition
+from txl_lightning.model.partial import KEPT, LayerBuffers, Partial, make_buffers, offer_of, plain_layout, put
+from txl_lightning.model.positions import Biases, RotaryPosition
 from txl_lightning.model.tables import Tables
 from txl_lightning.types import MASKED, Segment, Slots, State, Tap, lane_where
 
 if TYPE_CHECKING:
     from txl_lightning.model.transformer import TransformerXL
-
-KEPT = ("x", "h", "q", "k", "v", "y")
-"""What a memory's write is told of each token, in the order of `types.Tap` (and y, the layer's output)."""
-
-OF_HEADS = ("q", "k", "v")
-"""Those of them that are (B, H, T, K); the others are (B, T, D)."""
-
-
-@dataclass
-class LayerBuffers:
-    """One layer of the segment under way; S slots, E places of its own (those of prefix tokens first)."""
-
-    keys_BHKP: Tensor  # S + E, as the position's `keys_at` gives them
-    values_BHPK: Tensor
-    told_BTN: Tensor  # what memory will be told of each token, side by side
-    parts: dict[str, slice]  # of them, by `KEPT` and `before.<strategy>`; none where nobody wants to know
-    n_head: int
-    reads_beside: bool  # as those of `Block`
-    adds_to_input: bool
-    usage_BP: Tensor  # float32 attention that each key received; empty where nobody wants it
-    states: dict[str, State]  # by strategy, after resets, for `side` and `residual`; empty where a layer has neither
-    slots: dict[str, tuple[int, Tensor, Tensor]]  # where a strategy's slots begin, and their keys and values
-    bias: Tensor  # (1|B, 1|H, 1|T, S) of the slots
-    age: Tensor  # (1|B, S)
-    contiguous: bool  # ages are S, ..., 1
-    positioned: Tensor | None  # (S,)
-    farthest: Tensor | None  # (S,)
-    table: DistanceTable
-    written_from: dict[str, State] = field(default_factory=dict)  # states after resets: what `write` starts from
-    all_seen: bool = False  # every slot is there for every token, as far as may be looked at
-
-    @property
-    def n_slot(self) -> int:
-        """S."""
-        return self.age.shape[1]
-
-    @property
-    def by_distance(self) -> bool:
-        """Whether key p of S + T stands p places behind the oldest slot, each with a position."""
-        return self.contiguous and self.positioned is None and self.farthest is None
-
-    def told(self, name: str) -> Tensor:
-        """One part of what memory is told, (B, T, D) or (B, H, T, K)."""
-        part = self.told_BTN[..., self.parts[name]]
-        return part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) if name in OF_HEADS else part
-
-    def take(self, layer: Block, states: dict[str, State], offer: _Offer, started_B: Tensor) -> None:
-        """Copy what memory offers; every tensor that `step` reads stays where it is."""
-        self.written_from, self.slots = states, offer.parts
-        for old, new in zip((self.bias, self.age, self.positioned, self.farthest), offer[1:3] + offer[4:], strict=True):
-            if old is not None and new is not None:
-                old.copy_(new)
-        self.all_seen = may_look(offer.bias) and not offer.bias.any()
-        self.usage_BP.masked_fill_(started_B[:, None], 0)
-        for name, kept in self.states.items():
-            for key, tensor in kept.items():
-                tensor.copy_(states[name][key])
-        for start, k, v in offer.parts.values():
-            part = slice(start, start + k.shape[2])
-            turned = layer.attention.position.keys_at(k.to(self.keys_BHKP.dtype), -offer.age[:, part])
-            self.keys_BHKP[..., part] = turned.transpose(-1, -2)
-            self.values_BHPK[:, :, part] = v
-
-
-@dataclass
-class Partial:
-    """The segment under way of every lane. Its buffers belong to who made it and change in place."""
-
-    tokens_BT: Tensor  # int64
-    reset_B: Tensor  # bool: the segment began with an empty memory
-    place_B: Tensor  # int64: tokens read of it, 0..T-1
-    document_BT: Tensor | None  # int64 number of each token's document within the segment; None: it does not matter
-    layers: list[LayerBuffers]
-    tables: Tables
-    n_prefix: int  # memory tokens before those of a segment
-    reset: str  # where memory starts anew, as `memory.reset`
-    count: list[int]  # what `place_B` says, for decisions that must not wait for the device
-    unread: list[bool]  # lanes whose memory is to be read before their next token
-
-    @property
-    def segment_len(self) -> int:
-        """T."""
-        return self.tokens_BT.shape[1]
-
-    def mask(self, lanes: Sequence[bool]) -> Tensor:
-        """(B,) bool on the device."""
-        return torch.tensor(lanes, device=self.place_B.device)
-
-    def segment(self, length_B: Tensor) -> Segment:
-        """The facts of the segments under way, if so many of their tokens are meant."""
-        return Segment(reset=self.reset_B.clone(), length=length_B, document=self.document_BT)
-
-    def receive(self, token_B: Tensor, starts_B: Tensor) -> None:
-        """Put a token at each lane's place; `starts_B`: a document begins with it."""
-        place = self.place_B[:, None]
-        self.tokens_BT.scatter_(1, place, token_B[:, None])
-        if self.document_BT is not None:
-            before = self.document_BT.gather(1, (place - 1).clamp(min=0))
-            self.document_BT.scatter_(1, place, before * (place > 0) + (starts_B[:, None] & (place > 0)))
-
-    def stand(self, tokens_BT: Tensor, length: Sequence[int], document_BT: Tensor | None) -> None:
-        """Say what lanes have read of their segments; lanes with length 0 have read nothing new.
-
-        Args:
-            tokens_BT: (B, N) from the segments' first tokens on, N <= T.
-            length: (B,) how many of them there are.
-            document_BT: (B, N) their documents.
-        """
-        length_B = torch.tensor(length, device=self.place_B.device)
-        moved_B = length_B > 0
-        _put(self.tokens_BT[:, : tokens_BT.shape[1]], tokens_BT, moved_B)
-        if self.document_BT is not None and document_BT is not None:
-            _put(self.document_BT[:, : tokens_BT.shape[1]], document_BT, moved_B)
-        self.place_B.copy_(torch.where(moved_B, length_B, self.place_B))
-        self.count = [now or before for now, before in zip(length, self.count, strict=True)]
-
-    def restart(self, full: Sequence[bool]) -> None:
-        """Put lanes to the beginning of their next segment; their memory is to be read."""
-        self.place_B.masked_fill_(self.mask(full), 0)
-        self.count = [0 if ended else count for ended, count in zip(full, self.count, strict=True)]
-        self.unread = [ended or unread for ended, unread in zip(full, self.unread, strict=True)]
 
 
 def steppable(model: TransformerXL, *, documents: bool) -> bool:
@@ -179,7 +56,7 @@ def _fresh_slots(model: TransformerXL) -> list[Slots]:
     found: list[Slots] = []
     for index, layer in enumerate(model.blocks()):
         _, states = layer.states_of(substate(state, f"layers.{index}"), segment)
-        found += layer.slots_of(states, x, segment, _layout(x)).values()
+        found += layer.slots_of(states, x, segment, plain_layout(x)).values()
     return found
 
 
@@ -255,11 +132,11 @@ def load(
     table = model.distances(n_token=n_own, ahead=0, device=model.device, tables=partial.tables)
     for index, layer in enumerate(model.blocks()):
         _, states = layer.states_of(substate(state, f"layers.{index}"), segment)
-        offer = _offer(layer, states, segment, x_BTD)
+        offer = offer_of(layer, states, segment, x_BTD)
         if len(partial.layers) <= index:
             own = table.for_slots(offer.age.shape[1] if offer.contiguous else layer.oldest, n_own)
             own = partial.tables.projected(layer.attention.position, own)
-            partial.layers.append(_buffers(layer, offer, states, own, x_BTD, n_own))
+            partial.layers.append(make_buffers(layer, offer, states, own, x_BTD, n_own))
         partial.layers[index].take(layer, states, offer, unread_B)
     partial.unread = [unread and not on for unread, on in zip(partial.unread, lanes, strict=True)]
 
@@ -344,17 +221,17 @@ def _fill(layer: Block, buffers: LayerBuffers, made: Read, layout: Layout, *, la
     own = slice(buffers.n_slot, buffers.n_slot + n_own)
     place = torch.arange(n_own, device=lanes_B.device)[None]
     keys = layer.attention.position.keys_at(made.k_BHEK[:, :, :n_own], place).transpose(-1, -2)
-    _put(buffers.keys_BHKP[..., own], keys, lanes_B)
-    _put(buffers.values_BHPK[:, :, own], made.v_BHEK[:, :, :n_own], lanes_B)
+    put(buffers.keys_BHKP[..., own], keys, lanes_B)
+    put(buffers.values_BHKP[..., own], made.v_BHEK[:, :, :n_own].transpose(-1, -2), lanes_B)
     if made.usage_BP is not None:
         n_key = buffers.n_slot + n_own
-        _put(buffers.usage_BP[:, :n_key], made.usage_BP[:, :n_key], lanes_B)
+        put(buffers.usage_BP[:, :n_key], made.usage_BP[:, :n_key], lanes_B)
     for name, tap in made.taps.items():
         told = dict(zip(KEPT, (tap.x_BTD, tap.h_BTD, tap.q_BHTK, tap.k_BHTK, tap.v_BHTK, tap.y_BTD), strict=True))
         for kept, tensor in {**told, f"before.{name}": tap.before_BTD}.items():
             if kept in buffers.parts and tensor is not None:
                 rows = buffers.told(kept)
-                _put(rows.narrow(rows.dim() - 2, 0, layout.n_token), tensor, lanes_B)
+                put(rows.narrow(rows.dim() - 2, 0, layout.n_token), tensor, lanes_B)
 
 
 class Moment:
@@ -446,7 +323,7 @@ def _step_layer(layer: Block, x: Tensor, buffers: LayerBuffers, now: Moment, sha
     own_B = now.own_B + buffers.n_slot
     turned = layer.attention.position.keys_at(k, now.own_B[:, None]).transpose(-1, -2)
     _put_at(buffers.keys_BHKP, turned, own_B, dim=3, place=now.place_of(buffers))
-    _put_at(buffers.values_BHPK, v, own_B, dim=2, place=now.place_of(buffers))
+    _put_at(buffers.values_BHKP, v.transpose(-1, -2), own_B, dim=3, place=now.place_of(buffers))
     heads, extra = _attend(layer, q, buffers, now, shared), None
     if buffers.reads_beside:
         tap = Tap(x, h, q, k, v)
@@ -465,10 +342,10 @@ def _attend(layer: Block, q: Tensor, buffers: LayerBuffers, now: Moment, shared:
     position = layer.attention.position
     content, by_row = position.parts(q, buffers.table, position.biases(shared), place_BT=now.own_B[:, None])
     batch, n_head, _, width = q.shape
-    keys, values = buffers.keys_BHKP.flatten(0, 1), buffers.values_BHPK.flatten(0, 1)
+    keys, values = buffers.keys_BHKP.flatten(0, 1), buffers.values_BHKP.flatten(0, 1)
     if now.place is not None and by_row is not None and buffers.by_distance:
         seen = buffers.n_slot + now.place + 1
-        keys, values = keys[..., :seen], values[:, :seen]
+        keys, values = keys[..., :seen], values[..., :seen]
         bias = by_row.narrow(-1, buffers.table.first - seen + 1, seen)  # row of distance seen - 1, and on
         if not now.sees_all(buffers, layer.own_limit):
             bias = bias + now.bias(buffers, layer.own_limit, q.dtype)[..., :seen]
@@ -481,7 +358,7 @@ def _attend(layer: Block, q: Tensor, buffers: LayerBuffers, now: Moment, shared:
     if layer.wants_usage:
         received = weights.view(batch, n_head, -1).sum(dim=1).float()
         buffers.usage_BP[:, : received.shape[1]].add_(received * now.active_B[:, None])
-    return torch.bmm(weights, values).view(batch, n_head, 1, width)
+    return torch.bmm(values, weights.transpose(1, 2)).view(batch, n_head, 1, width)
 
 
 def _put_at(buffer: Tensor, new: Tensor, place_B: Tensor, *, dim: int, place: int | None) -> None:
@@ -512,75 +389,3 @@ def _tap(buffers: LayerBuffers, name: str, layer: Block) -> Tap:
         return tap
     start, slot_k, _ = buffers.slots[name]
     return tap._replace(usage_BS=buffers.usage_BP[:, start : start + slot_k.shape[2]])
-
-
-class _Offer(NamedTuple):
-    """What the memories of a layer offer for a whole segment, side by side."""
-
-    parts: dict[str, tuple[int, Tensor, Tensor]]
-    bias: Tensor
-    age: Tensor
-    contiguous: bool
-    positioned: Tensor | None
-    farthest: Tensor | None
-
-
-def _offer(layer: Block, states: dict[str, State], segment: Segment, x_BTD: Tensor) -> _Offer:
-    slots = layer.slots_of(states, x_BTD, segment, _layout(x_BTD))
-    found, parts, start = list(slots.values()), {}, 0
-    for name, part in slots.items():
-        parts[name] = (start, *layer.keys_values(name, part))
-        start += part.age.shape[1]
-    if not found:
-        nothing = x_BTD.new_zeros(1, 1, 1, 0, dtype=torch.float32)
-        return _Offer({}, nothing, torch.zeros(1, 0, dtype=torch.int64, device=x_BTD.device), True, None, None)
-    lanes, heads, rows = (max(part.bias.shape[dim] for part in found) for dim in range(3))
-    return _Offer(
-        parts=parts,
-        bias=torch.cat([part.bias.float().expand(lanes, heads, rows, -1) for part in found], dim=-1),
-        age=join_lanes([part.age for part in found], dim=1),
-        contiguous=len(found) == 1 and layer.memories[next(iter(slots))].ages == "contiguous",
-        positioned=join_positioned(found),
-        farthest=join_farthest(found),
-    )
-
-
-def _buffers(
-    layer: Block, offer: _Offer, states: dict[str, State], table: DistanceTable, x_BTD: Tensor, n_own: int
-) -> LayerBuffers:
-    """Empty buffers of the sizes a layer needs."""
-    batch, n_token, width = x_BTD.shape
-    heads, n_key = (layer.attention.n_head, layer.attention.d_head), offer.age.shape[1] + n_own
-    asked = layer.reads_beside or layer.adds_to_input
-    widths = {name: heads[0] * heads[1] if name in OF_HEADS else width for name in KEPT} if states else {}
-    if layer.adds_to_input:
-        widths.update({f"before.{name}": width for name in states})
-    ends = list(itertools.accumulate(widths.values()))
-    return LayerBuffers(
-        keys_BHKP=x_BTD.new_zeros(batch, *heads, n_key),
-        values_BHPK=x_BTD.new_zeros(batch, heads[0], n_key, heads[1]),
-        told_BTN=x_BTD.new_zeros(batch, n_token, ends[-1] if ends else 0),
-        parts={name: slice(end - size, end) for (name, size), end in zip(widths.items(), ends, strict=True)},
-        n_head=heads[0],
-        reads_beside=layer.reads_beside,
-        adds_to_input=layer.adds_to_input,
-        usage_BP=torch.zeros(batch, n_key if layer.wants_usage else 0, device=x_BTD.device),
-        states={name: {key: old.clone() for key, old in state.items() if asked} for name, state in states.items()},
-        slots={},
-        bias=offer.bias.clone(),
-        age=offer.age.clone(),
-        contiguous=offer.contiguous,
-        positioned=None if offer.positioned is None else offer.positioned.clone(),
-        farthest=None if offer.farthest is None else offer.farthest.clone(),
-        table=table,
-    )
-
-
-def _layout(x_BTD: Tensor) -> Layout:
-    """Of tokens without memory tokens around them, where nobody asks for the mask."""
-    return Layout(0, x_BTD.shape[1], 0, mask=torch.zeros((), device=x_BTD.device), hide_slots=None)
-
-
-def _put(buffer: Tensor, new: Tensor, lanes_B: Tensor) -> None:
-    """Overwrite a part of a buffer in some lanes."""
-    buffer.copy_(lane_where(lanes_B, new.to(buffer.dtype), buffer))

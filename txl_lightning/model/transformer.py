@@ -16,6 +16,7 @@ from txl_lightning.model import decoding, layerwise
 from txl_lightning.model.block import Block, Layout, substate
 from txl_lightning.model.embedding import TokenEmbedding
 from txl_lightning.model.hub import HubModel
+from txl_lightning.model.partial import Partial
 from txl_lightning.model.parts import Dropout, make_dropout, make_norm
 from txl_lightning.model.positions import KINDS, Biases, DistanceTable, Position, distance_table
 from txl_lightning.model.softmax import OutputSoftmax
@@ -179,9 +180,7 @@ class TransformerXL(HubModel, nn.Module):
         new["age"] = torch.where(segment.length > 0, age, old["age"])
         return {key: new[key] for key in old}  # a compiled forward looks at the order of keys too
 
-    def begin(
-        self, state: State, *, segment_len: int, tables: Tables | None = None, reset: str = "epoch"
-    ) -> decoding.Partial:
+    def begin(self, state: State, *, segment_len: int, tables: Tables | None = None, reset: str = "epoch") -> Partial:
         """Buffers to read token by token with, for the lanes of a state.
 
         Args:
@@ -199,7 +198,7 @@ class TransformerXL(HubModel, nn.Module):
         self,
         token_B: Tensor,
         state: State,
-        partial: decoding.Partial,
+        partial: Partial,
         *,
         active: Sequence[bool] | None = None,
         starts: Sequence[bool] | None = None,
