@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,11 @@ from txl_lightning.commands.analyses.common import check_files, check_text, give
 from txl_lightning.commands.analyses.group import check_own_settings, check_vocabularies, configs_of, members_of
 from txl_lightning.commands.analyses.plot import Panel
 from txl_lightning.config import Config
-from txl_lightning.data.store import survey
-from txl_lightning.evaluation.bootstrap import BLOCK, FEWEST, Nats, draw, interval, units_of
-from txl_lightning.evaluation.losses import stretch_losses
+from txl_lightning.data.vocab import Tokens
+from txl_lightning.evaluation.confidence import LEAST, LEVEL, intervals, units_of
+from txl_lightning.evaluation.losses import Nats, stretch_losses
 from txl_lightning.options import AnalyzeOptions
 from txl_lightning.training.trainer import device_kind
-
-LEVEL = 0.95
 
 
 def check(config: Config, options: AnalyzeOptions) -> None:
@@ -28,9 +25,7 @@ def check(config: Config, options: AnalyzeOptions) -> None:
     check_own_settings(config, paths[0])
     check_vocabularies(paths, options)
     check_files(options)
-    documents = survey(config.data, training=False).documents.get(options.split, 0)
-    whole = options.tokens is None and documents >= FEWEST
-    check_text(config, options, ckpt=paths[0], least=2 if whole else FEWEST * BLOCK + 1)
+    check_text(config, options, ckpt=paths[0], least=LEAST + 1)
     for path, own in zip(paths, configs, strict=True):
         load_checkpoint(path, own)
 
@@ -42,40 +37,35 @@ def run(config: Config, options: AnalyzeOptions) -> None:
     losses = [
         _losses(path, own, tokens, separator) for path, own in zip(paths, configs_of(config, options), strict=True)
     ]
-    units = units_of(tokens, separator=separator)
-    draws = draw(units, samples=options.samples, seed=config.seed)
+    units, cut = units_of(tokens, separator=separator)
+    means, apart = intervals(losses, units, cut=cut, resamples=options.samples, seed=config.seed)
     found: list[dict[str, Any]] = []
-    for path, nats in zip(paths, losses, strict=True):
-        row = {"ckpt": path, "loss": asdict(interval(nats, units, draws, level=LEVEL))}
+    for path, nats, mean, difference in zip(paths, losses, means, apart, strict=True):
+        row = {"ckpt": path, "loss": {"mean": float(nats.mean()), **mean.to_dict()}}
         if found:
-            row["difference"] = asdict(interval(nats - losses[0], units, draws, level=LEVEL))
+            row["difference"] = {"mean": float((nats - losses[0]).mean()), **difference.to_dict()}
         found.append(row)
     result = {
         "members": found,
         "split": options.split,
         "n_target": len(tokens) - 1,
-        "drawn": units.name,
-        "count": units.count,
-        "samples": options.samples,
-        "level": LEVEL,
         "seed": config.seed,
         "data_fingerprint": data.meta.fingerprint,
     }
     give(options, _table(result), result, [_panel(found)])
 
 
-def _losses(path: str, config: Config, tokens: Any, separator: int | None) -> Nats:
+def _losses(path: str, config: Config, tokens: Tokens, separator: int | None) -> Nats:
     model = load_checkpoint(path, config).to(device_kind(config)).eval()
     return stretch_losses(config, model, tokens, separator=separator).nats.astype(np.float64)
 
 
 def _table(result: dict[str, Any]) -> Table:
-    drawn = f"{result['count']:,} {result['drawn']}s"
-    if result["drawn"] == "piece":
-        drawn += f" of {BLOCK:,} tokens (there are fewer than {FEWEST} documents)"
+    first = result["members"][0]["loss"]
+    drawn = f"{first['units']:,} {'pieces' if first['cut'] else 'documents'}"
     table = Table(
         title=f"nats per token of the {result['split']} split, with {LEVEL:.0%} intervals over {drawn}",
-        caption=f"{result['samples']:,} draws; differences are those of the same draws",
+        caption=f"{first['resamples']:,} draws; differences are those of the same draws",
     )
     for heading in ("checkpoint", "loss", "interval", "against the first", "interval"):
         table.add_column(heading)
