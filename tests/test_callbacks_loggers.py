@@ -125,6 +125,8 @@ def test_keys_of_the_loggers_compose() -> None:
     keys = load(["logger=[wandb,mlflow,csv]", "logger.offline=true", "logger.project=mine"]).logger
     assert (keys.wandb, keys.mlflow, keys.csv, keys.tensorboard, keys.offline) == (True, True, True, False, True)
     assert keys.project == "mine" and load().logger.tensorboard
+    odd = load(["logger=mlflow", "logger.project=007", "logger.mlflow_uri=http://host:5000/a?b=c"]).logger
+    assert (odd.project, odd.mlflow_uri) == ("007", "http://host:5000/a?b=c")
     check_loggers(load(["logger=csv"]).logger)
 
 

@@ -448,6 +448,8 @@ FREE_TEXT = (
     "plot",
     "run_dir",
     "strategy.config",
+    "logger.project",
+    "logger.mlflow_uri",
     "data.path",
     "data.train",
     "data.valid",
