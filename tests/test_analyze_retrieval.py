@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from itertools import groupby
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tests.test_analyze_scores import said
 from tests.tiny import tiny_config
+from txl_lightning.checkpoints import load_checkpoint
 from txl_lightning.cli import main
 from txl_lightning.commands.fit import fit
 from txl_lightning.config import Config, ConfigError, build_named, load
@@ -261,3 +263,12 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) 
         "use task=grid on a checkpoint of experiment=passkey"
     )
     assert said(capsys, "retrieval", "ckpt=run", "task=grid", "data=recall").startswith("data=recall: task=grid hides")
+
+
+@pytest.mark.slow
+def test_the_passkey_experiment_is_learned(tmp_path: Path) -> None:
+    """As in docs/benchmarks.md; chance is 1 in 8 for an answer."""
+    config = load(["experiment=passkey", "callbacks=none", "logger=none", "trainer.accelerator=cpu"])
+    config = dataclasses.replace(config, run_dir=str(tmp_path / "run"))
+    fit(config)
+    assert measure_retrieval(config, load_checkpoint(str(tmp_path / "run"))).accuracy > 0.9

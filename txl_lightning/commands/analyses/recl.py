@@ -107,7 +107,7 @@ def show(found: Recl, options: AnalyzeOptions) -> None:
         f"RECL in tokens: c from {found.start} by {found.step} to {found.longest}, {found.n_target:,} targets, {exact}"
     )
     table = Table(title=title, caption=PAPER)
-    table.add_column("checkpoint")
+    table.add_column("checkpoint", overflow="fold")
     table.add_column("parameters", justify="right")
     for share in found.shares:
         table.add_column(f"r = {share}", justify="right")
@@ -121,7 +121,7 @@ def show(found: Recl, options: AnalyzeOptions) -> None:
         table.add_row(*row)
     table.add_section()
     ratios = [_ratio([part.length for part in row]) for row in found.effective]
-    table.add_row("longest by shortest", "", *ratios, "", "")
+    table.add_row("longest / shortest", "", *ratios, "", "")
     contexts = [float(context) for context in found.contexts]
     losses_by = {member.ckpt: (contexts, found.losses[i]) for i, member in enumerate(found.members)}
     gains_by = {
