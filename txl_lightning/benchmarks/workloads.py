@@ -141,7 +141,7 @@ def evaluation(config: Config, *, label: str, by_layers: bool = False) -> Task:
             if by_layers:
                 out = model.read_by_layers(tokens[:, :-1], state, segments, tokens[:, 1:], tables=tables)
             else:
-                out = model(tokens[:, :-1], state, None, tokens[:, 1:], tables=tables)
+                out = model(tokens[:, :-1], state, None, tokens[:, 1:], tables=tables, donate=True)
         state = out.state
 
     facts = {

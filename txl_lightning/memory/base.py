@@ -15,7 +15,9 @@ right, and `txl_lightning.testing.check_memory` tells whether it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -242,23 +244,54 @@ def on_hand(mask_B: Tensor) -> bool:
     return mask_B.device.type == "cpu" and holds_numbers and not torch.compiler.is_compiling()
 
 
-def keep_last(old_BMx: Tensor, new_BTx: Tensor, length_B: Tensor) -> Tensor:
+_given_up: ContextVar[bool] = ContextVar("given_up", default=False)
+
+
+@contextmanager
+def giving_up(given: bool) -> Iterator[None]:
+    """While this lasts nobody needs the old states any more, so a write may put the new one in their place."""
+    token = _given_up.set(given and not torch.is_grad_enabled())
+    try:
+        yield
+    finally:
+        _given_up.reset(token)
+
+
+def is_given_up() -> bool:
+    """Whether a write may change the state it is given; only for the last thing that it does with it."""
+    return _given_up.get()
+
+
+def keep_last(old_BMx: Tensor, new_BTx: Tensor, length_B: Tensor, *, in_place: bool = False) -> Tensor:
     """The last M rows of old followed by the first `length` rows of new, per lane, in one gather.
 
     Args:
         old_BMx: (B, M, ...) rows held so far, newest last.
         new_BTx: (B, T, ...) rows of this segment.
         length_B: (B,) how many rows of new are real.
+        in_place: old may be changed and given back, where all lanes move equally far.
     """
     size = old_BMx.shape[1]
     if on_hand(length_B) and (length_B == length_B[:1]).all():
         n_new = int(length_B[0])
         fresh = new_BTx[:, max(0, n_new - size) : n_new].to(old_BMx.dtype)
+        if in_place:
+            return _moved_up(old_BMx, fresh)
         return torch.cat([old_BMx[:, min(n_new, size) :], fresh], dim=1)
     rows = torch.cat([old_BMx, new_BTx.to(old_BMx.dtype)], dim=1)
     index = length_B[:, None] + torch.arange(size, device=length_B.device)  # (B, M)
     index = index.view(*index.shape, *([1] * (rows.dim() - 2))).expand(-1, -1, *rows.shape[2:])
     return rows.gather(1, index)
+
+
+def _moved_up(rows_BMx: Tensor, fresh_BNx: Tensor, *, block: int = 256) -> Tensor:
+    """The same tensor with its rows N places nearer to the start and new ones behind them, block by block."""
+    n_new, stay = fresh_BNx.shape[1], rows_BMx.shape[1] - fresh_BNx.shape[1]
+    for start in range(0, stay, block):
+        end = min(stay, start + block)
+        rows_BMx[:, start:end] = rows_BMx[:, start + n_new : end + n_new].clone()
+    rows_BMx[:, stay:] = fresh_BNx
+    return rows_BMx
 
 
 __all__ = [
@@ -273,6 +306,8 @@ __all__ = [
     "TokenMemory",
     "fresh_state",
     "full_precision",
+    "giving_up",
+    "is_given_up",
     "keep_dead",
     "keep_last",
     "plan_per_layer",

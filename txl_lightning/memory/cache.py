@@ -35,6 +35,7 @@ from txl_lightning.memory.base import (
     Slots,
     State,
     Tap,
+    is_given_up,
     keep_last,
     plan_per_layer,
     register,
@@ -140,7 +141,8 @@ class Cache(MemoryStrategy):
             segment = segment._replace(length=segment.length.clamp(max=self.reuse_len))
         kept = {"filled": segment.since_start(state["filled"]).clamp(max=self.max_age)}
         for name, row in self.rows.of_segment(tap, form=form_of(state)).items():
-            kept[name] = keep_last(state[name], row.detach() if self.gradient == "stop" else row, segment.length)
+            fresh = row.detach() if self.gradient == "stop" else row
+            kept[name] = keep_last(state[name], fresh, segment.length, in_place=is_given_up())
         return kept, Aux()
 
     def fill(self, state: State) -> Tensor:

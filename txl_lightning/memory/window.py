@@ -35,6 +35,7 @@ from txl_lightning.memory.base import (
     Slots,
     State,
     Tap,
+    is_given_up,
     keep_last,
     plan_per_layer,
     register,
@@ -123,7 +124,8 @@ class Window(MemoryStrategy):
         new = {"read": read}
         rows = self.rows.of_segment(tap, form=form_of(state, "recent_"))
         for name, row in rows.items():
-            new[f"recent_{name}"] = keep_last(state[f"recent_{name}"], row.detach(), segment.length)
+            old = state[f"recent_{name}"]
+            new[f"recent_{name}"] = keep_last(old, row.detach(), segment.length, in_place=is_given_up())
             if self.sinks:
                 new[f"sink_{name}"] = self._keep_first(state[f"sink_{name}"], row.detach(), read, segment)
         return new, Aux()

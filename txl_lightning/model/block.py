@@ -119,7 +119,8 @@ class Block(nn.Module):
         x_BED = layout.put_real(x_BED, self.attention.position.at_layer(layout.real(x_BED, 1)), 1)
         h, q, k, v = self.projected(x_BED)
         slots = self.slots_of(states, x_BED, segment, layout)
-        read, parts = self.joined(slots, k, v, segment, layout, spread=way != "triton")
+        apart = way == "shift" and self.reads_apart(q, slots)
+        read, parts = self.joined(slots, k, v, segment, layout, spread=way != "triton", apart=apart)
         table = table.for_slots(read.n_slot if read.age is None else self.oldest, q.shape[2])
         heads, weights = self.attend(q, read, table, shared, tables, way=way)
         tap = Tap(*(layout.real(t, 1) for t in (x_BED, h)), *(layout.real(t, 2) for t in (q, k, v)))
@@ -172,29 +173,54 @@ class Block(nn.Module):
                 found[name] = slots
         return found
 
+    def reads_apart(self, q: Tensor, slots: dict[str, Slots]) -> bool:
+        """Whether `attend` takes slots and segment apart."""
+        contiguous = all(
+            self.memories[name].ages == "contiguous" and part.positioned is None and part.farthest is None
+            for name, part in slots.items()
+        )
+        if self.wants_usage:
+            return False
+        return inference.reads_apart(self.attention, q, list(slots.values()), contiguous=contiguous)
+
     def joined(
-        self, slots: dict[str, Slots], k: Tensor, v: Tensor, segment: Segment, layout: Layout, *, spread: bool
+        self,
+        slots: dict[str, Slots],
+        k: Tensor,
+        v: Tensor,
+        segment: Segment,
+        layout: Layout,
+        *,
+        spread: bool,
+        apart: bool = False,
     ) -> tuple[Reading, dict[str, tuple[int, Tensor, Tensor]]]:
-        """All slots and the segment side by side, and where each strategy's slots begin among them."""
-        keys, values, parts, start = [], [], {}, 0
+        """All slots and the segment side by side (or apart), and where each strategy's slots begin among them."""
+        keys, values, parts, start, found = [], [], {}, 0, list(slots.values())
         for name, part in slots.items():
             slot_k, slot_v = self.keys_values(name, part)
             parts[name] = (start, slot_k, slot_v)
             start += slot_k.shape[2]
-            keys.append(slot_k.to(k.dtype))
-            values.append(slot_v.to(v.dtype))
+            keys.append(slot_k if apart else slot_k.to(k.dtype))
+            values.append(slot_v if apart else slot_v.to(v.dtype))
         contiguous = len(slots) <= 1 and all(self.memories[name].ages == "contiguous" for name in slots)
         if contiguous and start > self.oldest:
             raise ValueError(f"memory {', '.join(slots)} offers {start} slots but declares max_age={self.oldest}")
+        if apart:
+            bias, mask = _own_bias(layout, dtype=k.dtype), Mask(_slot_bias(found[0], segment, layout))
+        elif spread:
+            bias, mask = _join_bias(found, segment, layout, dtype=k.dtype), None
+        else:
+            bias, mask = None, _join_mask(found, segment, layout, own_limit=self.own_limit)
         reading = Reading(
-            k_BHPK=torch.cat([*keys, k], dim=2) if keys else k,
-            v_BHPK=torch.cat([*values, v], dim=2) if values else v,
-            bias=_join_bias(list(slots.values()), segment, layout, dtype=k.dtype) if spread else None,
-            age=None if contiguous else join_lanes([part.age for part in slots.values()], dim=1),
-            positioned=join_positioned(list(slots.values())),
+            k_BHPK=torch.cat([*keys, k], dim=2) if keys and not apart else k,
+            v_BHPK=torch.cat([*values, v], dim=2) if values and not apart else v,
+            bias=bias,
+            age=None if contiguous else join_lanes([part.age for part in found], dim=1),
+            positioned=join_positioned(found),
             n_slot=start,
-            farthest=join_farthest(list(slots.values())),
-            mask=None if spread else _join_mask(list(slots.values()), segment, layout, own_limit=self.own_limit),
+            farthest=join_farthest(found),
+            mask=mask,
+            before=(keys[0], values[0]) if apart else None,
         )
         return reading, parts
 
@@ -219,6 +245,8 @@ class Block(nn.Module):
         biases = self.attention.position.biases(shared)
         if tables is not None:
             table = tables.projected(self.attention.position, table)
+        if read.before is not None:
+            return inference.by_heads(self.attention, q, read, table, biases), None
         if way == "shift" and not self.wants_usage and inference.can_fuse(self.attention, q, read):
             return inference.fused(self.attention, q, read, table, biases), None
         if way == "shift" and not self.wants_usage and chunked.can_chunk(self.attention, q, read):
@@ -314,15 +342,25 @@ def join_lanes(tensors: list[Tensor], dim: int) -> Tensor:
 
 def _join_bias(slots: list[Slots], segment: Segment, layout: Layout, *, dtype: torch.dtype) -> Tensor:
     """(1|B, 1|H, E, P) the slots' biases beside the mask of the tokens among themselves."""
+    parts = [_slot_bias(part, segment, layout).to(dtype) for part in slots]
+    return _side_by_side([*parts, _own_bias(layout, dtype=dtype)])
+
+
+def _own_bias(layout: Layout, *, dtype: torch.dtype) -> Tensor:
+    """(1|B, 1, E, E) the mask of the tokens among themselves."""
     assert layout.mask is not None
-    parts = [_bias_of_all_tokens(_limited(part, segment, layout).to(dtype), segment, layout) for part in slots]
-    return _side_by_side([*parts, layout.mask.to(dtype)])
+    return layout.mask.to(dtype)
+
+
+def _slot_bias(slots: Slots, segment: Segment, layout: Layout) -> Tensor:
+    """(1|B, 1|H, 1|E, S) what is added to the scores of a strategy's slots."""
+    return _bias_of_all_tokens(_limited(slots, segment, layout), segment, layout)
 
 
 def _join_mask(slots: list[Slots], segment: Segment, layout: Layout, *, own_limit: int | None) -> Mask:
     """The same, not spread out. Extra tokens follow rules of their own, so with them everything is written out."""
     if layout.n_prefix or layout.n_suffix:
-        parts = [_bias_of_all_tokens(_limited(part, segment, layout), segment, layout) for part in slots]
+        parts = [_slot_bias(part, segment, layout) for part in slots]
         return Mask(_side_by_side(parts) if parts else None, layout.mask)
     limits = [limit for limit in (layout.limit, own_limit) if limit is not None]
     return Mask(

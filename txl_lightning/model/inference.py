@@ -1,17 +1,36 @@
 """Attention without gradient and without weights: what evaluation runs on a CPU.
 
 The plain twin is `Attention.attend`. Here position scores are an additive mask of torch's fused attention, so content
-scores and weights never stand in memory as a whole.
+scores and weights never stand in memory as a whole. With the paper's positions the mask is made for a few heads and
+queries at a time, and slots and segment are laid side by side for these heads only (`Reading.before`): so what a call
+needs beside the state hardly grows with the memory.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from txl_lightning.model.attention import Attention
-from txl_lightning.model.positions import Biases, DistanceTable, Reading, RotaryPosition, distance_rows
+from txl_lightning.model.positions import (
+    Biases,
+    DistanceTable,
+    Reading,
+    RotaryPosition,
+    TransformerXLPosition,
+    distance_rows,
+    rows_product,
+)
+from txl_lightning.types import Slots
+
+BLOCK_BYTES = 2**21
+"""Of the position scores that are made at once."""
+
+MIN_QUERIES = 16
+"""Fewer queries of a head at once would be slower than they are small."""
 
 
 def can_fuse(attention: Attention, q_BHTK: Tensor, read: Reading) -> bool:
@@ -21,6 +40,49 @@ def can_fuse(attention: Attention, q_BHTK: Tensor, read: Reading) -> bool:
     if isinstance(attention.position, RotaryPosition) and not (read.farthest is None and read.positioned is None):
         return False
     return q_BHTK.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def reads_apart(attention: Attention, q_BHTK: Tensor, slots: Sequence[Slots], *, contiguous: bool) -> bool:
+    """Whether `fused` takes slots and segment apart; else they are joined before."""
+    position = attention.position
+    if not isinstance(position, TransformerXLPosition) or position.always_reference or "b" not in position.terms:
+        return False
+    if torch.is_grad_enabled() or attention.training or q_BHTK.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return contiguous and len(slots) == 1 and slots[0].keys_values is not None
+
+
+def by_heads(attention: Attention, q_BHTK: Tensor, read: Reading, table: DistanceTable, biases: Biases) -> Tensor:
+    """(B, H, T, K) the heads' outputs, from slots and segment that stand apart."""
+    assert read.before is not None and read.bias is not None and read.mask is not None and read.mask.slots is not None
+    r_WHK, (u, v), _ = attention.position.projected(table, biases, dtype=q_BHTK.dtype)
+    assert r_WHK is not None
+    (batch, n_head, n_token, _), scale = q_BHTK.shape, attention.position.scale
+    content = q_BHTK if u is None else q_BHTK + u[:, None]
+    place = (q_BHTK if v is None else q_BHTK + v[:, None]) * scale
+    found = torch.empty_like(content)
+    slots = read.mask.slots if read.mask.slots.any() else None  # usually all of them are seen
+    at_once = BLOCK_BYTES // (batch * len(r_WHK) * q_BHTK.element_size())  # queries, of all heads together
+    step, block = max(1, at_once // n_token), max(MIN_QUERIES, min(n_token, at_once))
+    for head in range(0, n_head, step):
+        part = slice(head, head + step)
+        keys, values = (
+            torch.cat([old[:, part].to(own.dtype), own[:, part]], dim=2)
+            for old, own in zip(read.before, (read.k_BHPK, read.v_BHPK), strict=True)
+        )
+        to_slots = slots if slots is None or slots.shape[1] == 1 else slots[:, part]
+        for start in range(0, n_token, block):
+            end = min(n_token, start + block)
+            seen, now = read.n_slot + end, slice(start, end)  # keys up to the last of these queries
+            by_row = rows_product(place[:, part, now], r_WHK[n_token - end :, part])
+            mask = shifted(by_row, n_key=seen)
+            mask[..., read.n_slot :] += read.bias[:, :, now, :end]
+            if to_slots is not None:
+                mask[..., : read.n_slot] += to_slots if to_slots.shape[2] == 1 else to_slots[:, :, now]
+            found[:, part, now] = F.scaled_dot_product_attention(
+                content[:, part, now], keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, scale=scale
+            )
+    return found
 
 
 def fused(attention: Attention, q_BHTK: Tensor, read: Reading, table: DistanceTable, biases: Biases) -> Tensor:

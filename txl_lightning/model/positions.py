@@ -79,6 +79,9 @@ class Reading(NamedTuple):
     n_slot: int
     farthest: Tensor | None = None  # (S,) int64 distance at which a slot's distance stops growing
     mask: Mask | None = None
+    # keys and values (B, H, S, K) of the slots where they were not joined with the segment's: then P is T above, and
+    # what is added to the slots' scores stands in `mask`
+    before: tuple[Tensor, Tensor] | None = None
 
     @property
     def contiguous(self) -> bool:

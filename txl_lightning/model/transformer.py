@@ -11,7 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 from txl_lightning import registry
 from txl_lightning.config import POSITIONS, Config
-from txl_lightning.memory.base import MemoryPlan, MemoryStrategy, TokenMemory, fresh_state, keep_dead, reset_lanes
+from txl_lightning.memory.base import (
+    MemoryPlan,
+    MemoryStrategy,
+    TokenMemory,
+    fresh_state,
+    giving_up,
+    keep_dead,
+    reset_lanes,
+)
 from txl_lightning.model import decoding, layerwise
 from txl_lightning.model.block import Block, Layout, substate
 from txl_lightning.model.embedding import TokenEmbedding
@@ -120,15 +128,17 @@ class TransformerXL(HubModel, nn.Module):
         targets_BT: Tensor | None = None,
         *,
         tables: Tables | None = None,
+        donate: bool = False,
     ) -> ModelOutput:
         """Read one segment of every lane.
 
         Args:
             tokens_BT: (B, T) int64.
-            state: memory before this segment, from `init_state` or the last output. Not changed.
+            state: memory before this segment, from `init_state` or the last output. Not changed unless `donate`.
             segment: resets and lengths; None: no resets and every lane has length T.
             targets_BT: (B, T) int64 next tokens, to get losses.
             tables: where projected distances are kept while weights rest; not in training.
+            donate: `state` is given up: its tensors may become those of the new one, so that no two are held at once.
 
         Raises:
             ValueError: the segment holds several documents and a strategy cannot keep them apart (`inner_resets`), or
@@ -140,7 +150,8 @@ class TransformerXL(HubModel, nn.Module):
         losses: dict[str, Tensor] = {}
         metrics: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            x, part, aux = self._run(layer, x, substate(state, f"layers.{index}"), segment, layout, table, tables)
+            with giving_up(donate):
+                x, part, aux = self._run(layer, x, substate(state, f"layers.{index}"), segment, layout, table, tables)
             new_state.update({f"layers.{index}.{key}": tensor for key, tensor in part.items()})
             losses.update({f"{name}/L{index}": loss for name, loss in aux.losses.items()})
             metrics.update({f"{name}/L{index}": metric for name, metric in aux.metrics.items()})

@@ -462,7 +462,8 @@ class TransformerXLModule(Showing):
             return self._forward[0](batch.tokens_BT, state, batch.segment, batch.targets_BT)
         if tables is None:
             return self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT)
-        return self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT, tables=tables)
+        # the state belongs to the evaluation's own lanes, and nobody asks for the one before
+        return self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT, tables=tables, donate=True)
 
     def fresh_state(self, lanes: int, stage: str) -> State:
         """Memory of lanes that have read nothing, as a stage keeps it."""
