@@ -33,7 +33,7 @@ MISSPELT_KEYS = [
     ("fit eval.batchsize=3", "eval.batchsize=3: no such key; did you mean eval.batch_size?"),
     ("fit sede=3", "sede=3: no such key; did you mean seed?"),
     ("fit max_steps=3", "max_steps=3: no such key; did you mean trainer.max_steps?"),
-    ("fit mem_len=3", "mem_len=3: no such key; did you mean memory.mem_len?"),
+    ("fit mem_len=3", "mem_len=3: txl fit has no such key, only txl analyze; did you mean memory.mem_len?"),
     ("fit trainr.max_steps=3", "trainr.max_steps=3: no such key; did you mean trainer.max_steps?"),
     ("fit memry=cache", "memry=cache: no such key; did you mean memory or "),
     ("fit xyzzy.plugh=3", "xyzzy.plugh=3: no such key; txl fit --help lists them"),
@@ -239,7 +239,7 @@ CONTRADICTIONS = [
     ("eval ckpt=CKPT memory=none memory.mem_len=64", "memory.mem_len=64: memory=none has no such key; "),
     ("generate ckpt=CKPT prompt=a prompt_file=FILE", "prompt_file=FILE: prompt is given as well; "),
     ("fit prompt=hello", "prompt=hello: txl fit has no such key, only txl generate; leave it out"),
-    ("generate ckpt=x split=test", "split=test: txl generate has no such key, only txl eval; leave it out"),
+    ("generate ckpt=x split=test", "split=test: txl generate has no such key, only txl eval and txl analyze; leave it out"),
     ("fit memory=none,cache", "memory=none,cache: several values make a sweep, one job each; add -m"),
     (
         "fit optim.betas=0.9,0.95",
@@ -257,7 +257,7 @@ UNREAD = [
     ("eval ckpt=x run_dir=y", "run_dir=y: txl eval does not read it; leave it out; txl fit and txl demo read it\n"),
     (
         "eval ckpt=x optim.lr=3",
-        "optim.lr=3: txl eval does not read it; leave it out; txl fit, txl compare and txl demo read it\n",
+        "optim.lr=3: txl eval does not read it; leave it out; txl fit, txl compare, txl bench and txl demo read it\n",
     ),
     ("eval ckpt=x optim=adam", "optim=adam: txl eval does not read it; "),
     ("eval ckpt=x optim.rate=3", "optim.rate=3: no such key; txl eval reads no key of optim\n"),
@@ -266,8 +266,8 @@ UNREAD = [
     ("eval ckpt=x trainer=default", "trainer=default: txl eval does not read it; "),
     (
         "eval ckpt=x seed=3",
-        "seed=3: txl eval does not read it; leave it out; txl fit, txl generate, txl analyze, txl compare and txl demo "
-        "read it\n",
+        "seed=3: txl eval does not read it; leave it out; txl fit, txl generate, txl analyze, txl compare, txl bench "
+        "and txl demo read it\n",
     ),
     ("eval ckpt=x logger=csv", "logger=csv: txl eval does not read it; "),
     ("eval ckpt=x debug=fast", "debug=fast: txl eval does not read it; "),
@@ -333,7 +333,7 @@ FORMS = [
     ("--shell-completion install=csh", "--shell-completion=: No completion plugin for 'csh' found"),
     ("eval", "ckpt=: is missing; give ckpt=PATH"),
     ("generate prompt=a", "ckpt=: is missing; give ckpt=PATH"),
-    ("generate ckpt=CKPT", "prompt=: is missing; give prompt=TEXT, prompt=- for standard input, or prompt_file=PATH"),
+    ("generate ckpt=CKPT", "prompt=: is missing; give prompt=TEXT, prompt=- for standard input, prompt_file"),
 ]
 
 CASES = MISSPELT_KEYS + MISSPELT_OPTIONS + WRONG_TYPES + IDLE_KEYS + IMPOSSIBLE_VALUES + CONTRADICTIONS + UNREAD + FORMS

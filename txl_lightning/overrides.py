@@ -221,7 +221,9 @@ def _check_read(typed: Typed, command: str) -> None:
 def _unknown(typed: Typed, command: str) -> ConfigError:
     elsewhere = [f"txl {other}" for other, its in COMMANDS.items() if typed.key in names(its.options)]
     if elsewhere:
-        return typed.refuse(f"txl {command} has no such key, only {' and '.join(elsewhere)}", "leave it out")
+        near = nearest(typed.key, command)
+        cure = near if f".{typed.key}" in near else "leave it out"
+        return typed.refuse(f"txl {command} has no such key, only {' and '.join(elsewhere)}", cure)
     if typed.key in SECTIONS or typed.head == "callbacks":
         known = names(SECTIONS[typed.key]) if typed.key in SECTIONS else ["NAME.KEY"]
         dotted = ", ".join(f"{typed.head}.{name}" for name in known)

@@ -207,7 +207,8 @@ def _fit(
                     print(said, file=sys.stderr, flush=True)
         for logger in trainer.loggers:
             logger.log_hyperparams(config.to_dict())
-            show_layout(logger)
+            if step is None:  # else it is there
+                show_layout(logger)
         trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=None if resume is None else True)
         if not config.strategy.sharded:  # else all of this came before training ended
             _close(trainer, module, data, stop=stop, last=run_dir / FOLDER / LAST)
