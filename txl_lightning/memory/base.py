@@ -248,9 +248,12 @@ _given_up: ContextVar[bool] = ContextVar("given_up", default=False)
 
 
 @contextmanager
-def giving_up(given: bool) -> Iterator[None]:
-    """While this lasts nobody needs the old states any more, so a write may put the new one in their place."""
-    token = _given_up.set(given and not torch.is_grad_enabled())
+def giving_up() -> Iterator[None]:
+    """While this lasts nobody needs the old states any more, so a write may put the new one in their place.
+
+    With a graph they are needed still.
+    """
+    token = _given_up.set(not torch.is_grad_enabled())
     try:
         yield
     finally:
@@ -259,7 +262,7 @@ def giving_up(given: bool) -> Iterator[None]:
 
 def is_given_up() -> bool:
     """Whether a write may change the state it is given; only for the last thing that it does with it."""
-    return _given_up.get()
+    return not torch.compiler.is_compiling() and _given_up.get()
 
 
 def keep_last(old_BMx: Tensor, new_BTx: Tensor, length_B: Tensor, *, in_place: bool = False) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -150,7 +151,7 @@ class TransformerXL(HubModel, nn.Module):
         losses: dict[str, Tensor] = {}
         metrics: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            with giving_up(donate):
+            with giving_up() if donate else nullcontext():
                 x, part, aux = self._run(layer, x, substate(state, f"layers.{index}"), segment, layout, table, tables)
             new_state.update({f"layers.{index}.{key}": tensor for key, tensor in part.items()})
             losses.update({f"{name}/L{index}": loss for name, loss in aux.losses.items()})
