@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from txl_lightning import registry
 from txl_lightning.benchmarks.timing import Task
-from txl_lightning.config import Config
+from txl_lightning.config import Config, DataConfig
+from txl_lightning.data.corpora import Corpus
 from txl_lightning.data.subwords import in_subwords
 from txl_lightning.training.datamodule import TextDataModule
 
 
 def tasks(config: Config) -> list[Task]:
     """Counting a corpus (which also finds its vocabulary and checks it), writing it as tokens, and loading segments."""
-    corpus = in_subwords(registry.corpora.get(config.data.name).build(config.data), config.data)
+    corpus = _corpus(config.data)
     scan = corpus.scan()
     n_byte = sum(scan.bytes.values())
     facts = {"corpus": config.data.name, "vocabulary": scan.vocab.name, "bytes": n_byte}
+
+    def count() -> None:
+        with tempfile.TemporaryDirectory() as empty:  # else what was counted once would be looked up
+            _corpus(replace(config.data, cache_dir=empty)).scan()
 
     def tokenise() -> None:
         for _ in corpus.stream(scan):
@@ -26,7 +33,11 @@ def tasks(config: Config) -> list[Task]:
     def task(label: str, run: Any) -> Task:
         return Task(part="data", label=label, run=run, amount=n_byte, unit="bytes", facts=facts)
 
-    return [task("count and check", corpus.scan), task("tokenise", tokenise), _loading(config)]
+    return [task("count and check", count), task("tokenise", tokenise), _loading(config)]
+
+
+def _corpus(keys: DataConfig) -> Corpus:
+    return in_subwords(registry.corpora.get(keys.name).build(keys), keys)
 
 
 def _loading(config: Config) -> Task:
