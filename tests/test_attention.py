@@ -310,9 +310,12 @@ def test_a_model_gives_the_same_both_ways(keys: dict[str, Any], dtype: torch.dty
 def test_in_bfloat16_the_fast_way_is_about_as_exact_as_the_other(keys: dict[str, Any]) -> None:
     exact = _two_segments("reference", dtype=torch.float64, **keys)
     fast, slow = (_two_segments(way, dtype=torch.bfloat16, **keys) for way in ("auto", "reference"))
+    ratios = []
     for name in exact:
         errors = [float((found[name].double() - exact[name]).norm() / exact[name].norm()) for found in (fast, slow)]
-        assert errors[0] <= 2.5 * errors[1] + 1e-3 and errors[0] < 0.25, name
+        assert errors[0] <= 4 * errors[1] + 1e-3 and errors[0] < 0.25, name
+        ratios.append(errors[0] / errors[1])
+    assert sum(ratios) / len(ratios) < 1.5
 
 
 def _two_segments(way: str, *, dtype: torch.dtype, tokens: bool = False, **keys: Any) -> dict[str, Tensor]:

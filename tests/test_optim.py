@@ -15,7 +15,7 @@ from torch import nn
 from tests.tiny import StopAt, tiny_config
 from txl_lightning import TextDataModule, TransformerXLModule
 from txl_lightning.commands import fit as fit_command
-from txl_lightning.config import MORE_OPTIMIZERS, OPTIMIZERS, Config, ConfigError, OptimConfig, Options
+from txl_lightning.config import MORE_OPTIMIZERS, OPTIMIZERS, Config, ConfigError, OptimConfig, Options, load
 from txl_lightning.training.optim import KINDS, Plateau, build_optimizer, build_schedule, lr_factor, optimizer_bytes
 from txl_lightning.training.trainer import build_trainer
 
@@ -374,3 +374,12 @@ def test_last_and_best_and_their_evaluation_use_the_average(tmp_path: Path, monk
     saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
     average, raw = saved["state_dict"], saved["current_model_state"]
     assert any(not torch.equal(average[key], raw[key]) for key in raw)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_loaded_state_does_not_say_how_updates_are_computed(fuse: bool) -> None:
+    config = load(["optim=adamw"]).optim
+    weights = [("a.weight", nn.Parameter(torch.ones(3, 2))), ("a.bias", nn.Parameter(torch.ones(2)))]
+    one, other = (build_optimizer(weights, config, fuse=way) for way in (fuse, not fuse))
+    one.load_state_dict(other.state_dict())
+    assert [bool(group["fused"]) for group in one.param_groups] == [fuse] * 2

@@ -239,7 +239,7 @@ CONTRADICTIONS = [
     ("eval ckpt=CKPT memory=none memory.mem_len=64", "memory.mem_len=64: memory=none has no such key; "),
     ("generate ckpt=CKPT prompt=a prompt_file=FILE", "prompt_file=FILE: prompt is given as well; "),
     ("fit prompt=hello", "prompt=hello: txl fit has no such key, only txl generate; leave it out"),
-    ("generate ckpt=x split=test", "split=test: txl generate has no such key, only txl eval and txl analyze; leave it out"),
+    ("generate ckpt=x split=test", "split=test: txl generate has no such key, only txl eval and txl analyze; leave it"),
     ("fit memory=none,cache", "memory=none,cache: several values make a sweep, one job each; add -m"),
     (
         "fit optim.betas=0.9,0.95",

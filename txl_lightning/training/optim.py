@@ -120,7 +120,23 @@ def build_optimizer(
     optimizer = check_optimizer(config)([g for g in groups if g["params"]], lr=config.lr, **keys)  # type: ignore[call-arg]
     if "fused" in keys:
         optimizer.register_step_post_hook(_note_change)
+    _stay_as_built(optimizer)
     return optimizer
+
+
+HOW = ("fused", "foreach", "capturable")
+"""Keys of an optimizer's groups that say how it computes, not what."""
+
+
+def _stay_as_built(optimizer: torch.optim.Optimizer) -> None:
+    """A checkpoint may have been written where updates were computed another way."""
+    built = [{name: group[name] for name in HOW if name in group} for group in optimizer.param_groups]
+
+    def take_back(loaded: torch.optim.Optimizer) -> None:
+        for group, own in zip(loaded.param_groups, built, strict=True):
+            group.update(own)
+
+    optimizer.register_load_state_dict_post_hook(take_back)
 
 
 def _note_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
