@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tests.tiny import MODEL, RUN, write_corpus
 from txl_lightning import cli
 from txl_lightning.config import load
 from txl_lightning.report import page as pages
-from txl_lightning.report.panels import mean_of, question_of
+from txl_lightning.report.panels import mean_of, picture, question_of, shown, title_of
 from txl_lightning.report.record import read
 from txl_lightning.report.tape import tape
 
@@ -131,7 +132,22 @@ def test_the_tape_shows_what_the_formulas_say() -> None:
 def test_layers_are_averaged_where_runs_are_compared() -> None:
     assert mean_of([{1: 1.0, 2: 3.0}, {2: 5.0, 3: 1.0}]) == {2: 4.0}
     assert question_of("memory/cache/fill") == "What does the memory do?"
+    assert question_of("val/loss") == "How well does it predict?"
+    assert question_of("val/loss_by_age") == question_of("memory/benefit") == "Does the memory help?"
     assert question_of("somebody/else") == "Other curves"
+
+
+def test_buckets_layers_and_parts_are_one_picture_each(runs: Path) -> None:
+    record = read(runs / "a", name="a")
+    two = {"v/by_age/0": {1: 2.0, 3: 1.0}, "v/by_age/16-31": {3: 0.5}, "v/by_age/2-3": {3: 0.75}, "v/ppl": {3: 1.0}}
+    one = replace(
+        record, curves={**two, "memory/probe/with": {3: 1.0}, "v/bits_per_byte": {3: 1.0}, "m/L1/x": {3: 2.0}}
+    )
+    titles = ["v/by_age", "v/by_age", "v/by_age", "memory/probe", "v/bits_per_byte", "m/x"]
+    assert [title_of(tag, [one]) for tag in shown(one)] == titles
+    assert title_of("memory/probe/with", [one, one]) == "memory/probe/with"  # else lines of runs would mix with parts
+    drawn = base64.b64decode(picture("v/by_age", [one]).partition("base64,")[2][:-2]).decode()
+    assert re.findall(r">(\d[-0-9]*)</text>", drawn)[:3] == ["0", "2-3", "16-31"]
 
 
 def test_cells_and_keys_are_written_as_they_are() -> None:

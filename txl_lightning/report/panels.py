@@ -6,7 +6,8 @@ import base64
 import html
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from matplotlib import colormaps, rc_context
@@ -16,83 +17,131 @@ from matplotlib.figure import Figure
 from txl_lightning.report.record import Curve, Record
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
-    "How well does it predict?": ("val", "train", "test", "loss"),
-    "Does the memory help?": ("memory_benefit", "benefit", "loss_by_position", "loss_by_age"),
-    "What does the memory do?": ("memory", "attention"),
-    "What does it cost?": ("perf", "cost", "throughput"),
-    "How does training go?": ("optim", "gradients", "grad"),
-    "Other curves": (),
+    "How well does it predict?": ("val/", "train/", "test/"),
+    "Does the memory help?": ("memory/benefit", "memory/probe", "val/loss_by_"),
+    "What does the memory do?": ("memory/", "attention/"),
+    "What does it cost?": ("perf/", "cost/"),
+    "How does training go?": ("optim/", "warn/"),
+    "Other curves": ("",),
 }
-"""Headings, and the first words of the tags below them."""
+"""Headings, and how the tags below them begin; a longer beginning wins."""
+
+TOGETHER = ("memory/probe/", "memory/benefit/", "memory/terms/")
+"""Beginnings of tags that are one picture where there is one run."""
 
 LAYER = re.compile(r"/L(\d+)(?=/|$)")
+BUCKET = re.compile(r"/(\d+)(-\d+)?$")
 POINTS = 600  # of a curve that are drawn at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a picture."""
+
+    label: str
+    x: Sequence[Any]
+    y: Sequence[float]
+    color: Any
 
 
 def sections(records: Sequence[Record]) -> dict[str, list[str]]:
     """For each question its pictures as HTML; questions without an answer are left out."""
-    quantities = sorted({LAYER.sub("", tag) for record in records for tag in record.curves}, key=_place)
     drawn: dict[str, list[str]] = {question: [] for question in QUESTIONS}
-    for quantity in quantities:
-        if not quantity.startswith("final/"):
-            drawn[question_of(quantity)].append(picture(quantity, records))
+    for title in sorted({title_of(tag, records) for record in records for tag in shown(record)}, key=_place):
+        drawn[question_of(title)].append(picture(title, records))
     return {question: pictures for question, pictures in drawn.items() if pictures}
 
 
-def _place(quantity: str) -> tuple[int, str]:
+def shown(record: Record) -> list[str]:
+    """Tags of a run's curves, without those that say the same as another: perplexities of bytes, closing figures."""
+    said = {tag for tag in record.curves if tag.endswith("/ppl") and f"{tag[:-4]}/bits_per_byte" in record.curves}
+    return [tag for tag in record.curves if tag not in said and not tag.startswith("final/")]
+
+
+def title_of(tag: str, records: Sequence[Record]) -> str:
+    """The picture that a tag belongs to: layers are one, buckets are one, and of one run what belongs together."""
+    if len(records) == 1 and tag.startswith(TOGETHER):
+        return tag.rpartition("/")[0]
+    return BUCKET.sub("", LAYER.sub("", tag))
+
+
+def _place(title: str) -> tuple[int, str]:
     """Figures of validation stand before those of training."""
-    return (0 if quantity.startswith("val/") else 1, quantity)
+    return (0 if title.startswith("val/") else 1, title)
 
 
-def question_of(quantity: str) -> str:
-    """The heading that a tag without its layer belongs under."""
-    first = quantity.partition("/")[0]
-    return next((question for question, words in QUESTIONS.items() if first in words), "Other curves")
+def question_of(title: str) -> str:
+    """The heading that a picture belongs under."""
+    starts = {start: question for question, words in QUESTIONS.items() for start in words}
+    return starts[max((start for start in starts if title.startswith(start)), key=len)]
 
 
-def picture(quantity: str, records: Sequence[Record]) -> str:
-    """One quantity over optimizer steps as an `<img>`: a line per run, or per layer where there is one run."""
+def picture(title: str, records: Sequence[Record]) -> str:
+    """One picture as an `<img>`: over optimizer steps, or over buckets."""
+    own = [{tag: record.curves[tag] for tag in shown(record) if title_of(tag, records) == title} for record in records]
+    over_buckets = any(BUCKET.search(tag) for curves in own for tag in curves)
+    lines = _over_buckets(own, records) if over_buckets else _over_steps(own, records)
     figure = Figure(figsize=(4.6, 2.9), layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.subplots()
-    lines = _lines(quantity, records)
-    for label, curve, color in lines:
-        steps = list(curve)[:: max(1, len(curve) // POINTS)]
-        axes.plot(steps, [curve[step] for step in steps], color=color, label=label, lw=1.3, marker=_marker(steps))
-    axes.set_title(quantity, fontsize=9)
-    axes.set_xlabel("optimizer step", fontsize=8)
+    for line in lines:
+        axes.plot(
+            line.x, line.y, color=line.color, label=line.label, lw=1.3, marker="o" if len(line.x) < 20 else None, ms=3
+        )
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel("tokens" if over_buckets else "optimizer step", fontsize=8)
     axes.tick_params(labelsize=8)
+    if over_buckets:
+        axes.tick_params(axis="x", labelrotation=60, labelsize=6)
     axes.grid(alpha=0.3)
     if 1 < len(lines) <= 12:
         axes.legend(fontsize=7)
-    return as_image(figure, alt=f"{quantity} over optimizer steps")
+    return as_image(figure, alt=f"{title} over {'tokens' if over_buckets else 'optimizer steps'}")
 
 
-def _lines(quantity: str, records: Sequence[Record]) -> list[tuple[str, Curve, Any]]:
-    """Label, curve and colour."""
-    found = []
-    for index, record in enumerate(records):
-        own = {tag: curve for tag, curve in record.curves.items() if LAYER.sub("", tag) == quantity}
-        if len(records) == 1 and len(own) > 1:
-            layers = sorted(own, key=lambda tag: int(LAYER.search(tag)[1]) if LAYER.search(tag) else -1)  # type: ignore[index]
-            for place, tag in enumerate(layers):
-                layer = LAYER.search(tag)
-                color = colormaps["viridis"](place / max(1, len(layers) - 1) * 0.9)
-                found.append((f"layer {layer[1]}" if layer else tag, own[tag], color))
-        elif own:
-            found.append((record.name, mean_of(list(own.values())), colormaps["tab10"](index % 10)))
-    return found
+def _over_steps(own: Sequence[Mapping[str, Curve]], records: Sequence[Record]) -> list[Line]:
+    """A line per run, or of one run a line per layer or part."""
+    if len(records) == 1:
+        tags = sorted(own[0], key=_layer_of)
+        labels = [f"layer {_layer_of(tag)[0]}" if LAYER.search(tag) else tag.rpartition("/")[2] for tag in tags]
+        shades = [colormaps["viridis"](place / max(1, len(tags) - 1) * 0.9) for place in range(len(tags))]
+        return [_line(label, own[0][tag], color) for label, tag, color in zip(labels, tags, shades, strict=True)]
+    return [
+        _line(record.name, mean_of(list(curves.values())), colormaps["tab10"](index % 10))
+        for index, (record, curves) in enumerate(zip(records, own, strict=True))
+        if curves
+    ]
+
+
+def _line(label: str, curve: Curve, color: Any) -> Line:
+    steps = list(curve)[:: max(1, len(curve) // POINTS)]
+    return Line(label=label, x=steps, y=[curve[step] for step in steps], color=color)
+
+
+def _layer_of(tag: str) -> tuple[int, str]:
+    found = LAYER.search(tag)
+    return (int(found[1]) if found else -1, tag)
+
+
+def _over_buckets(own: Sequence[Mapping[str, Curve]], records: Sequence[Record]) -> list[Line]:
+    """Of each run the latest figures; of one run the first ones too."""
+    lines = []
+    for index, (record, curves) in enumerate(zip(records, own, strict=True)):
+        tags = sorted(curves, key=lambda tag: int(BUCKET.search(tag)[1]))  # type: ignore[index]
+        steps = sorted(set.intersection(*(set(curve) for curve in curves.values()))) if curves else []
+        chosen = [steps[0], steps[-1]] if len(records) == 1 and len(steps) > 1 else steps[-1:]
+        for place, step in enumerate(chosen):
+            label = f"step {step}" if len(records) == 1 else record.name
+            color = colormaps["tab10"]((place if len(records) == 1 else index) % 10)
+            names = [BUCKET.search(tag)[0][1:] for tag in tags]  # type: ignore[index]
+            lines.append(Line(label=label, x=names, y=[curves[tag][step] for tag in tags], color=color))
+    return lines
 
 
 def mean_of(curves: Sequence[Curve]) -> Curve:
     """The mean over curves of the steps that all of them have."""
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     return {step: sum(curve[step] for curve in curves) / len(curves) for step in steps}
-
-
-def _marker(steps: Sequence[int]) -> str | None:
-    """Few points are shown as such; a single one would be invisible as a line."""
-    return "o" if len(steps) < 6 else None
 
 
 def as_image(figure: Figure, *, alt: str) -> str:
