@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from txl_lightning.comparison.plan import state_bytes
-from txl_lightning.report.panels import embedded, sections
+from txl_lightning.report.panels import EXPLAINED, embedded, sections
 from txl_lightning.report.record import Record
 from txl_lightning.report.tape import tape
 
@@ -28,6 +28,8 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; }
 .pictures img { width: 325px; }
 img.wide { max-width: 100%; }
 figure { margin: 1em 0; }
+figure img { max-width: 100%; }
+.note { color: #555; font-size: 13px; }
 svg { width: 100%; height: auto; }
 pre { background: #f6f6f6; padding: 1em; overflow-x: auto; font-size: 12px; white-space: pre-wrap; }
 details { margin: .6em 0; }
@@ -50,7 +52,8 @@ def page(records: Sequence[Record], *, title: str, pictures: Mapping[str, bytes]
     ]
     parts.append(_tapes(records))
     for question, drawn in sections(records).items():
-        parts.append(f'<h2>{question}</h2><div class="pictures">{"".join(drawn)}</div>')
+        explained = f"<p class=note>{html.escape(EXPLAINED[question])}</p>" if question in EXPLAINED else ""
+        parts.append(f'<h2>{question}</h2>{explained}<div class="pictures">{"".join(drawn)}</div>')
     parts += [_shown(records), _differences(records), _again(records)]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
@@ -114,7 +117,12 @@ def _shown(records: Sequence[Record]) -> str:
             parts.append(f"<figure>{drawn}<figcaption>{html.escape(caption)}</figcaption></figure>")
         for tag, (step, text) in record.texts.items():
             parts.append(f"<p>{html.escape(f'{tag}{who}, step {step}')}</p><pre>{html.escape(text)}</pre>")
-    return f"<h2>Pictures and samples</h2>{''.join(parts)}" if parts else ""
+    note = (
+        "<p class=note>Attention: a map per head, a row for each query, a column for each key; left of the red line is "
+        "memory, oldest first.</p>"
+    )
+    images = any(tag.startswith("attention/") for record in records for tag in record.images)
+    return f"<h2>Pictures and samples</h2>{note if images else ''}{''.join(parts)}" if parts else ""
 
 
 def _differences(records: Sequence[Record]) -> str:
