@@ -27,16 +27,16 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
 """Headings, and how the tags below them begin; a longer beginning wins."""
 
 EXPLAINED: dict[str, str] = {
-    "How well does it predict?": "Loss is in nats per token. Validation reads the whole split in lanes, with the memory "
-    "carried along.",
+    "How well does it predict?": "Loss is in nats per token. Validation reads the whole split in lanes, with the "
+    "memory carried along.",
     "Does the memory help?": "benefit/nats: what the same weights lose on a few segments without their memory; "
     "benefit/content: with the memory of another text. Above 0 the memory helps. loss_by_age: by tokens since the lane "
     "last started anew; loss_by_position: by place in the segment.",
-    "What does the memory do?": "attention: the share that goes to memory; by_age: how it is spread over the tokens' age; "
-    "fill: share of the memory in use; norm: size of what it holds; update: what a segment changed, as a share of that; "
-    "terms: the four parts of the scores.",
-    "What does it cost?": "scores: attention scores of a lane so far; full_scores: those of full attention over the same "
-    "text; effective_context: tokens that can matter, context_per_layer: in multiples of what one layer would reach.",
+    "What does the memory do?": "attention: the share that goes to memory; by_age: how it is spread over the tokens' "
+    "age; fill: share of the memory in use; norm: size of what it holds; update: what a segment changed, as a share of "
+    "that; terms: the four parts of the scores.",
+    "What does it cost?": "scores: attention scores of a lane so far; full_scores: those of full attention over the "
+    "same text; effective_context: tokens that can matter; context_per_layer: in multiples of what one layer would see.",
     "How does training go?": "grad_norm: before clipping. warn: how far the loss lies above its lowest point, and the "
     "gradient's norm in multiples of its median.",
 }
