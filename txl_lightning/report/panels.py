@@ -36,7 +36,7 @@ EXPLAINED: dict[str, str] = {
     "age; fill: share of the memory in use; norm: size of what it holds; update: what a segment changed, as a share of "
     "that; terms: the four parts of the scores.",
     "What does it cost?": "scores: attention scores of a lane so far; full_scores: those of full attention over the "
-    "same text; effective_context: tokens that can matter; context_per_layer: in multiples of what one layer would see.",
+    "same text; effective_context: tokens that can matter; context_per_layer: the same in spans of one layer alone.",
     "How does training go?": "grad_norm: before clipping. warn: how far the loss lies above its lowest point, and the "
     "gradient's norm in multiples of its median.",
 }
