@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from txl_lightning import registry
 from txl_lightning.callbacks.attention_seen import LayerAttention, attention_seen
-from txl_lightning.callbacks.probe import Every, at_rest, first_lanes
+from txl_lightning.callbacks.probe import Every, at_rest, can_look, first_lanes
 from txl_lightning.config import Section, key
 
 GAP = 2
@@ -33,7 +33,8 @@ class AttentionMapsConfig(Section):
 
 @registry.callbacks.register("attention_maps", config=AttentionMapsConfig)
 class AttentionMaps(L.Callback):
-    """Shows at the points of every `every_n_steps`-th step, of the first training lane of rank 0:
+    """Shows at the points of every `every_n_steps`-th step, of the first training lane of rank 0 (not
+    under ZeRO 3):
 
     attention/L<layer>   one map for each head, side by side: a row for each query, a column for each key, darker where
                          the root of the weight is larger (the map's largest is black); left of the red line is memory,
@@ -51,7 +52,7 @@ class AttentionMaps(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         point = pl_module.next_point()
-        if point is None or not (self._every.is_due(point) and pl_module.at_border):
+        if point is None or not (self._every.is_due(point) and pl_module.at_border and can_look(pl_module)):
             return
         self._every.take(point)
         first = batch[0] if isinstance(batch, list) else batch

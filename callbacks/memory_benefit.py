@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from txl_lightning import registry
-from txl_lightning.callbacks.probe import at_rest
+from txl_lightning.callbacks.probe import at_rest, can_look
 from txl_lightning.config import Section, key
 from txl_lightning.types import Batch, State
 
@@ -26,7 +26,8 @@ class MemoryBenefitConfig(Section):
 
 @registry.callbacks.register("memory_benefit", config=MemoryBenefitConfig)
 class MemoryBenefit(L.Callback):
-    """Logs after each validation, in nats per token over the targets that all lanes have in the segments looked at:
+    """Logs after each validation, in nats per token over the targets that all lanes have in the segments looked at
+    (not under ZeRO 3):
 
     memory/benefit/nats      loss without memory less loss with it: above 0 it helps; 0 for memory=none
     memory/benefit/content   loss with another lane's memory less loss with its own: what it says, not that it is there
@@ -45,7 +46,9 @@ class MemoryBenefit(L.Callback):
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if trainer.sanity_checking or batch_idx not in self._chosen(int(trainer.num_val_batches[dataloader_idx])):
+        if not can_look(pl_module) or trainer.sanity_checking:
+            return
+        if batch_idx not in self._chosen(int(trainer.num_val_batches[dataloader_idx])):
             return
         state = pl_module.lanes.current(f"val/{dataloader_idx}")
         if state is None:

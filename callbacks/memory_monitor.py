@@ -13,7 +13,7 @@ from torch import Tensor
 from txl_lightning import registry
 from txl_lightning.callbacks.attention_figures import AttentionFigures
 from txl_lightning.callbacks.attention_seen import attention_seen, hits_seen
-from txl_lightning.callbacks.probe import Every, at_rest, first_lanes
+from txl_lightning.callbacks.probe import Every, at_rest, can_look, first_lanes
 from txl_lightning.config import Section, key
 from txl_lightning.memory.base import MemoryStrategy
 from txl_lightning.model.block import substate
@@ -43,7 +43,7 @@ class MemoryMonitor(L.Callback):
     memory/resets                       lanes and documents that started anew since the last point
 
     and at every `attention_every_n_steps`-th step's point, from attention of the `reference` with the weights and the
-    memory before that step, without dropout, over the tokens of some lanes:
+    memory before that step, without dropout, over the tokens of some lanes (not under ZeRO 3):
 
     memory/attention/L<layer>           share of attention that goes to memory: slots and memory tokens
     memory/attention_by_age/<bucket>    share that goes to keys so many tokens before their query, mean over layers: 0,
@@ -79,7 +79,7 @@ class MemoryMonitor(L.Callback):
             return
         first = batch[0] if isinstance(batch, list) else batch
         self._before = pl_module.state_before(first)
-        if pl_module.at_border and self._every.is_due(point):
+        if pl_module.at_border and self._every.is_due(point) and can_look(pl_module):
             self._every.take(point)
             self._look(pl_module, self._before, first)
 

@@ -15,7 +15,7 @@ from txl_lightning.types import Batch, Segment, State
 def at_rest(module: Any) -> Iterator[None]:
     """The model in evaluation mode, in the run's precision, without gradient; afterwards every part as it was.
 
-    Nothing draws random numbers then. Under ZeRO 3 every rank must do the same.
+    Nothing draws random numbers then.
     """
     training = {part: part.training for part in module.model.modules()}
     module.model.eval()
@@ -25,6 +25,11 @@ def at_rest(module: Any) -> Iterator[None]:
     finally:
         for part, was in training.items():
             part.training = was
+
+
+def can_look(module: Any) -> bool:
+    """Whether extra passes are made: not under ZeRO 3, whose engine gathers weights for its own passes only."""
+    return module.config.strategy.stage != 3
 
 
 class Every:

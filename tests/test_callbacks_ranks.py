@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,15 @@ def test_two_ranks_under_every_stage_of_zero_tell_the_same(one: Path, tmp_path: 
     jobs = [job(tmp_path, f"zero{stage}", *two, f"strategy=deepspeed_zero{stage}") for stage in range(4)]
     jobs.append(job(tmp_path, "window", *two, "strategy=deepspeed_zero2", "trainer.accumulate_grad_batches=2"))
     launch(tmp_path, jobs, world=2)
-    for stage in range(4):
+    for stage in range(3):
         assert_same(one / "one", tmp_path / f"zero{stage}")
+    looks = re.compile("memory/(attention|terms|benefit|probe)")  # extra passes, which stage 3 does not make
+    whole, divided = curves(one / "one"), curves(tmp_path / "zero3")
+    assert set(whole) - set(divided) == {name for name in whole if looks.match(name)}
+    for name in divided:
+        if not name.startswith("perf/"):
+            values = [[value for _, value in found[name]] for found in (divided, whole)]
+            assert values[0] == pytest.approx(values[1], rel=2e-3, abs=2e-4), name
     for name in ("zero1", "zero2", "zero3", "window"):
         found = curves(tmp_path / name)
         groups = [dict(curve) for group, curve in found.items() if group.startswith("optim/grad_norm/")]
