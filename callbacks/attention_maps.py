@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from txl_lightning import registry
 from txl_lightning.callbacks.attention_seen import LayerAttention, attention_seen
-from txl_lightning.callbacks.probe import Every, at_rest, can_look, first_lanes
+from txl_lightning.callbacks.probe import Every, at_rest, can_look, first_lanes, say_no_looks
 from txl_lightning.config import Section, key
 
 GAP = 2
@@ -45,6 +45,9 @@ class AttentionMaps(L.Callback):
         self.config = config
         self._every = Every(config.every_n_steps)
         self._images: dict[str, Tensor] = {}
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        say_no_looks(trainer, pl_module, what="attention_maps")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._every.begin(pl_module.last_point())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from txl_lightning import registry
-from txl_lightning.callbacks.probe import at_rest, can_look
+from txl_lightning.callbacks.probe import at_rest, can_look, say_no_looks
 from txl_lightning.config import Section, key
 from txl_lightning.types import Batch, State
 
@@ -39,6 +39,9 @@ class MemoryBenefit(L.Callback):
     def __init__(self, config: MemoryBenefitConfig) -> None:
         self.config = config
         self._sums: list[Tensor] = []  # (4,) each: summed losses with, without, swapped; targets
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        say_no_looks(trainer, pl_module, what="memory_benefit")
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._sums.clear()

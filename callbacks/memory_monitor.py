@@ -13,7 +13,7 @@ from torch import Tensor
 from txl_lightning import registry
 from txl_lightning.callbacks.attention_figures import AttentionFigures
 from txl_lightning.callbacks.attention_seen import attention_seen, hits_seen
-from txl_lightning.callbacks.probe import Every, at_rest, can_look, first_lanes
+from txl_lightning.callbacks.probe import Every, at_rest, can_look, first_lanes, say_no_looks
 from txl_lightning.config import Section, key
 from txl_lightning.memory.base import MemoryStrategy
 from txl_lightning.model.block import substate
@@ -65,6 +65,9 @@ class MemoryMonitor(L.Callback):
         self._resets: Tensor | None = None  # (): since the last point, of this rank
         self._before: State | None = None  # memory before the latest segment of a step that is a point
         self._seen: AttentionFigures | None = None  # of the step under way
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        say_no_looks(trainer, pl_module, what="memory_monitor, attention")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._every.begin(pl_module.last_point())

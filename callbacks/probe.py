@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 
 from txl_lightning.types import Batch, Segment, State
@@ -30,6 +32,12 @@ def at_rest(module: Any) -> Iterator[None]:
 def can_look(module: Any) -> bool:
     """Whether extra passes are made: not under ZeRO 3, whose engine gathers weights for its own passes only."""
     return module.config.strategy.stage != 3
+
+
+def say_no_looks(trainer: L.Trainer, module: Any, *, what: str) -> None:
+    """One line on standard error where extra passes are not made."""
+    if not can_look(module) and trainer.is_global_zero:
+        print(f"{what}: ranks hold shares of the weights (ZeRO 3), so there are no extra passes", file=sys.stderr)
 
 
 class Every:
