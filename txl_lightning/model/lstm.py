@@ -116,8 +116,12 @@ class LSTM(nn.Module):
         targets_BT: Tensor | None = None,
         *,
         tables: Tables | None = None,
+        donate: bool = False,
     ) -> ModelOutput:
-        """Read one segment of every lane; as `TransformerXL.forward`. There are no distances to keep in `tables`."""
+        """Read one segment of every lane; as `TransformerXL.forward`.
+
+        There are no distances to keep in `tables`, and a state that is given up is too small to be worth writing into.
+        """
         segment = segment if segment is not None else Segment.full(tokens_BT)
         x = self.dropout(self.embedding(tokens_BT))
         new: State = {}
