@@ -120,7 +120,7 @@ class LSTM(nn.Module):
     ) -> ModelOutput:
         """Read one segment of every lane; as `TransformerXL.forward`.
 
-        There are no distances to keep in `tables`, and a state that is given up is too small to be worth writing into.
+        There are no distances to keep in `tables`, and a state is so small that `donate` spares nothing: it is kept.
         """
         segment = segment if segment is not None else Segment.full(tokens_BT)
         x = self.dropout(self.embedding(tokens_BT))
