@@ -29,7 +29,7 @@ def launch(folder: Path, jobs: list[dict[str, Any]], *, world: int) -> dict[str,
     first rank makes that file of the run `convert` first, if it is named). "full" resumes while the second rank can
     write no file of more than `room` bytes, and finds what is said. A fit finds every training loss of its rank; with
     `ruin` the loss is not finite in the second segment of that step; with `record` it notes what it reads in that
-    folder.
+    folder; with `apart` each rank writes its own lanes, however few they are.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -81,8 +81,10 @@ def main(folder: Path) -> None:
 def fitted(folder: Path, job: dict[str, Any]) -> list[float]:
     from tests.ranks import Recorder
     from tests.tiny import Losses, tiny_config
+    from txl_lightning.checkpoints import lane_files
     from txl_lightning.commands.fit import fit
 
+    lane_files.GATHERED_BYTES = 0 if job.get("apart") else 1 << 30
     seen = Losses()
     observers = [seen, *([Recorder(Path(job["record"]))] if "record" in job else [])]
     config = tiny_config(folder, *job["overrides"])

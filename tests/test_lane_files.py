@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranked import launch
 from tests.ranks import on_ranks
 from tests.test_ranks import STILL, column, fit, of
 from tests.test_resume import here, typed, unequal  # noqa: F401  (here is a fixture)
+from tests.tiny import write_corpus
 from txl_lightning import cli
-from txl_lightning.checkpoints import lane_files
+from txl_lightning.checkpoints import lane_files, read_checkpoint
 from txl_lightning.errors import ConfigError
 
 KEYS = [
@@ -165,3 +167,34 @@ def test_nothing_is_deleted_where_a_checkpoint_cannot_be_read(tmp_path: Path) ->
     torch.save({"txl_lightning": {"lanes": {"lanes": {}}}}, tmp_path / "last.ckpt")
     lane_files.remove_unused(tmp_path)
     assert not (tmp_path / "lanes").exists()
+
+
+@pytest.mark.distributed
+def test_ranks_of_deepspeed_write_their_own_lanes(tmp_path: Path) -> None:
+    """In the checkpoint's folder; stopped and resumed equals gathered, and one process finds all of them."""
+    write_corpus(tmp_path / "corpus.txt", n_byte=3001)
+    keys = ["trainer.max_steps=9", "trainer.val_check_interval=4", "model.dropout=0", "model.dropatt=0"]
+    two = [*keys, "strategy=deepspeed_zero2", "trainer.devices=2", "trainer.accelerator=cpu"]
+    apart = {"apart": True, "overrides": [*two, f"run_dir={tmp_path / 'apart'}"]}
+    jobs = [
+        {"name": "whole", "do": "fit", "overrides": [*two, f"run_dir={tmp_path / 'whole'}"]},
+        {"name": "first", "do": "fit", **apart, "overrides": [*apart["overrides"], "trainer.stop_at_step=5"]},
+    ]
+    found = launch(tmp_path, jobs, world=2)
+    shutil.copytree(tmp_path / "apart", tmp_path / "alone", symlinks=True)
+    folder = (tmp_path / "apart" / LAST).resolve()
+    assert sorted(path.name for path in folder.rglob("rank_*.pt")) == ["rank_00000.pt", "rank_00001.pt"]
+    assert not (folder.parent / "lanes").exists()
+    found |= launch(tmp_path, [{"name": "second", "do": "resume", **apart}], world=2)
+    assert [first + second for first, second in zip(found["first"], found["second"], strict=True)] == found["whole"]
+    lanes = []
+    for run in ("apart", "whole"):
+        held = read_checkpoint(str(tmp_path / run), weights=False)["txl_lightning"]["lanes"]
+        kept = lane_files.saved_lanes(held, checkpoint=tmp_path / run / LAST)
+        assert kept is not None and ("shards" in held) == (run == "apart")
+        lanes.append(kept.part(0, kept.n_lane))
+    assert unequal(*lanes) == []
+    alone = {"name": "alone", "do": "resume", "overrides": [*keys, f"run_dir={tmp_path / 'alone'}"]}
+    losses = launch(tmp_path, [alone], world=1)["alone"][0]
+    means = [sum(pair) / 2 for pair in zip(*found["second"], strict=True)]
+    assert losses == pytest.approx(means, rel=1e-4)

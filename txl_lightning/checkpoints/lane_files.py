@@ -3,9 +3,10 @@
     checkpoints/last.ckpt                          everything else, and the list of the files below
     checkpoints/lanes/3f9c2a71d0b4/rank_00000.pt   lanes [0, B / W) of that one checkpoint
 
-Files of a checkpoint have a folder of their own, which no other checkpoint writes into. They are whole and on disk
-before the checkpoint that lists them gets its name, and are deleted when no checkpoint lists them any more. The list
-holds lanes, size and sha256 of each file, so any number of ranks can read them, each what it needs.
+Where the checkpoint is a folder, which DeepSpeed's ranks write, they lie in it. Else files of a checkpoint have a
+folder of their own, which no other checkpoint writes into. They are whole and on disk before the checkpoint that lists
+them gets its name, and are deleted when no checkpoint lists them any more. The list holds lanes, size and sha256 of
+each file, so any number of ranks can read them, each what it needs.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class InCheckpoint:
 class InFiles:
     """In files beside the checkpoint, in the order of their lanes."""
 
-    folder: Path  # of the checkpoint
+    folder: Path  # that the files are named from: see `root_of`
     shards: Sequence[Mapping[str, Any]]
 
     @property
@@ -90,11 +91,16 @@ class InFiles:
 
 
 def saved_lanes(saved: Mapping[str, Any], *, checkpoint: str | Path | None) -> SavedLanes | None:
-    """What a checkpoint says of its lanes; None: nothing was read yet. `checkpoint`: its path, if it is a file."""
+    """What a checkpoint says of its lanes; None: nothing was read yet. `checkpoint`: its path, if it has one."""
     if "shards" in saved:
         assert checkpoint is not None, "lanes in files of their own lie beside a file"
-        return InFiles(Path(checkpoint).parent, saved["shards"])
+        return InFiles(root_of(Path(checkpoint)), saved["shards"])
     return InCheckpoint(saved["lanes"]) if saved["lanes"] else None
+
+
+def root_of(checkpoint: Path) -> Path:
+    """The folder that a checkpoint's files of lanes are named from: itself, or the one it lies in."""
+    return checkpoint if checkpoint.is_dir() else checkpoint.parent
 
 
 def write(own: State, folder: Path, *, name: str, rank: int) -> dict[str, Any]:
@@ -102,7 +108,7 @@ def write(own: State, folder: Path, *, name: str, rank: int) -> dict[str, Any]:
 
     Args:
         own: (B / W, ...) tensors on the CPU.
-        folder: that of the checkpoint.
+        folder: that of the checkpoint, or the checkpoint itself.
         name: of the checkpoint's own folder, the same on all ranks and never used before.
         rank: whose lanes they are.
 

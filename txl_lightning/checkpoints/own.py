@@ -92,7 +92,7 @@ def check_lane_files(path: str, saved: Mapping[str, Any], *, key: str) -> None:
     """The files that hold the lanes of a checkpoint, if it has such, are there and whole. Raises ConfigError."""
     file = checkpoint_file(path, key=key)
     for shard in saved["txl_lightning"]["lanes"].get("shards", ()):
-        fault = lane_files.fault_of(file.parent, shard)
+        fault = lane_files.fault_of(lane_files.root_of(file), shard)
         if fault is not None:
             raise ConfigError(key, path, fault, _cure(file, key=key))
 

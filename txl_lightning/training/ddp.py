@@ -16,7 +16,9 @@ from txl_lightning.types import State
 
 
 class LanesDDP(DDPStrategy):
-    """A module that finds it in its trainer may leave its lanes under `own` in a checkpoint's `lanes`."""
+    """A module that finds such a strategy in its trainer may leave its lanes under `own` in a checkpoint's `lanes`."""
+
+    ranks_write_lanes = True
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         lanes = checkpoint.get("txl_lightning", {}).get("lanes", {})

@@ -42,8 +42,8 @@ def flushed(part: Path, *, rank: int) -> dict[str, Facts]:
 
 
 def _writer(file: Path) -> int:
-    """The rank that wrote a file of DeepSpeed's: the first one all that belong to no rank."""
-    found = re.search(r"zero_pp_rank_(\d+)_", file.name)
+    """The rank that wrote a file, DeepSpeed's or one of lanes: the first one all that belong to no rank."""
+    found = re.match(r"(?:zero_pp_)?rank_(\d+)[_.]", file.name)
     return int(found.group(1)) if found else 0
 
 

@@ -23,7 +23,6 @@ from txl_lightning.training.clock import Clock
 from txl_lightning.training.compiling import training_forward
 from txl_lightning.training.curves import Showing
 from txl_lightning.training.datamodule import TextDataModule
-from txl_lightning.training.ddp import LanesDDP
 from txl_lightning.training.divergence import Diverged, Guard, NonFiniteLoss
 from txl_lightning.training.lane_state import LaneState, stage_of
 from txl_lightning.training.metrics import TokenLoss, scores
@@ -393,7 +392,7 @@ class TransformerXLModule(Showing):
 
     def _ranks_write_lanes(self, *, marked: bool) -> bool:
         """Whether each rank writes its own lanes: those of all are too much for one, and the strategy can."""
-        able = isinstance(self.trainer.strategy, LanesDDP) and self.trainer.world_size > 1
+        able = getattr(self.trainer.strategy, "ranks_write_lanes", False) and self.trainer.world_size > 1
         return able and self.lanes.n_byte(marked=marked) > lane_files.GATHERED_BYTES
 
     def _at_rest(self) -> dict[str, Any]:

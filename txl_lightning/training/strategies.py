@@ -17,12 +17,14 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 
+from txl_lightning.checkpoints import lane_files
 from txl_lightning.checkpoints.manifest import Facts
 from txl_lightning.config import Config, ConfigError, StrategyConfig
 from txl_lightning.errors import suggest
 from txl_lightning.training import engine_files, engine_state, folders
 from txl_lightning.training.ddp import LanesDDP
 from txl_lightning.training.trouble import NotWritten, cannot_be_written
+from txl_lightning.types import State
 
 OWNED = {
     "train_batch_size": "data.batch_size",
@@ -178,6 +180,8 @@ class FolderDeepSpeed(DeepSpeedStrategy):
         title: what a user calls this strategy.
     """
 
+    ranks_write_lanes = True
+
     def __init__(self, config: dict[str, Any], *, timeout: datetime.timedelta, title: str) -> None:
         super().__init__(config=config, timeout=timeout, logging_level=logging.ERROR)
         self.title = title
@@ -204,6 +208,9 @@ class FolderDeepSpeed(DeepSpeedStrategy):
         part = folder.with_name(f".{folder.name}.part")
         given = {name: held for name, held in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
         self._demand_written(engine_files.make(part), target, part)
+        lanes = given.get("txl_lightning", {}).get("lanes", {})
+        if "own" in lanes:
+            lanes["shards"] = self._write_lanes(lanes.pop("own"), target, part)
         self._demand_written(engine_files.write(self.deepspeed_engine, part, given), target, part)
         found = self._flushed(target, part)
         cause = None
@@ -213,6 +220,17 @@ class FolderDeepSpeed(DeepSpeedStrategy):
             except OSError as error:
                 cause = engine_files.number_of(error)
         self._demand_written(cause, target, part)
+
+    def _write_lanes(self, own: State, target: Path, part: Path) -> list[dict[str, Any]]:
+        """The list of all ranks' files of lanes. Raises NotWritten on all ranks."""
+        entry: dict[str, Any] = {}
+        cause = None
+        try:
+            entry = lane_files.write(own, part, name=folders.TAG, rank=self.global_rank)
+        except (OSError, RuntimeError) as error:  # torch's writer raises the second
+            cause = engine_files.number_of(error)
+        self._demand_written(cause, target, part)
+        return self._of_all_ranks(entry)
 
     def _flushed(self, target: Path, part: Path) -> list[dict[str, Facts]]:
         """What each rank wrote, when all of it is on disk. Raises NotWritten on all ranks."""
