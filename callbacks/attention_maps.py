@@ -39,6 +39,8 @@ class AttentionMaps(L.Callback):
     attention/L<layer>   one map for each head, side by side: a row for each query, a column for each key, darker where
                          the root of the weight is larger (the map's largest is black); left of the red line is memory,
                          oldest first. From the `reference`, with weights and memory as before that step, no dropout
+
+    Nothing is shown of model=lstm, which has no attention.
     """
 
     def __init__(self, config: AttentionMapsConfig) -> None:
@@ -54,6 +56,8 @@ class AttentionMaps(L.Callback):
         self._images.clear()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if pl_module.config.model.architecture != "transformer":
+            return
         point = pl_module.next_point()
         if point is None or not (self._every.is_due(point) and pl_module.at_border and can_look(pl_module)):
             return

@@ -41,20 +41,24 @@ class CostMeter(L.Callback):
 
     M counts slots and memory tokens, and for knn the keys that are searched. What is read beside attention at a cost
     that does not depend on length (associative, titans, ...) is not counted. A lane that goes on from a checkpoint is
-    taken to have read whole segments.
+    taken to have read whole segments. Nothing is logged of model=lstm, which has no scores.
     """
 
     def __init__(self, config: CostMeterConfig) -> None:
         self.config = config
+        self._counts = True  # whether there is attention
         self._beside: Counter[int] = Counter()
         self._tokens: Tensor | None = None  # (B,) int64 since the lane's reset
         self._scores: Tensor | None = None  # (B,) int64, summed over layers
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._beside = read_beside(pl_module.config)
+        self._counts = pl_module.config.model.architecture == "transformer"
+        self._beside = read_beside(pl_module.config) if self._counts else Counter()
         self._tokens = self._scores = None
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self._counts:
+            return
         for part in batch if isinstance(batch, list) else [batch]:
             self._count(part.segment)
         if self._tokens is None or self._scores is None:  # the first batch since training began

@@ -51,15 +51,15 @@ class MemoryBenefit(L.Callback):
     ) -> None:
         if not can_look(pl_module) or trainer.sanity_checking:
             return
-        if batch_idx not in self._chosen(int(trainer.num_val_batches[dataloader_idx])):
+        batches, keys = int(trainer.num_val_batches[dataloader_idx]), pl_module.config
+        warming = keys.eval.warm // keys.eval_segment_len
+        if batch_idx - warming not in self._chosen(batches - warming):
             return
         state = pl_module.lanes.current(f"val/{dataloader_idx}")
         if state is None:
             return
         fresh = pl_module.fresh_state(len(batch.tokens_BT), "val")
-        state, fresh = (
-            {name: part.to(batch.tokens_BT.device) for name, part in each.items()} for each in (state, fresh)
-        )
+        state, fresh = on_device_of(batch, state), on_device_of(batch, fresh)
         losses = [self._loss(pl_module, batch, given) for given in (state, fresh, swapped(state, batch))]
         self._sums.append(torch.stack([*losses, batch.segment.length.sum().to(losses[0].dtype)]))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.points import watched
 from tests.tiny import tiny_config, train
 from txl_lightning.build import check_schedule
 from txl_lightning.checkpoints import load_checkpoint
@@ -149,6 +150,25 @@ def test_it_trains_resumes_bit_for_bit_and_is_evaluated(tmp_path: Path, monkeypa
     cold = tiny_lstm(tmp_path, "eval.batch_size=1", "eval.segment_len=7", "memory.reset=segment")
     assert evaluate(cold, one, split="test").scores["loss"] > losses.mean().item() + 1e-4
     assert fitted is not None
+
+
+def test_attention_s_observers_have_nothing_to_say(tmp_path: Path) -> None:
+    callbacks = "callbacks=[attention_maps,cost_meter,loss_by_position,memory_benefit]"
+    keys = ("trainer.log_every_n_steps=1", "callbacks.attention_maps.every_n_steps=1", "trainer.max_steps=2")
+    points, _ = watched(tiny_lstm(tmp_path, callbacks, *keys, "trainer.val_check_interval=2"))
+    names = {name for _, row in points.rows for name in row}
+    assert not any(name.startswith("cost/") for name in names)
+    assert "memory/benefit/nats" in names and "val/loss_by_position/0" in names
+
+
+def test_its_lanes_can_be_warmed(tmp_path: Path) -> None:
+    config = tiny_lstm(tmp_path)
+    keys = dataclasses.replace(config.eval, warm=2 * config.eval_segment_len)
+    warmed = dataclasses.replace(config, eval=keys)
+    cold, warm = (evaluate(own, make_model(own).eval(), split="valid").scores["loss"] for own in (config, warmed))
+    assert cold != warm
+    with pytest.raises(ConfigError, match=r"memory\.reset=segment keeps nothing"):
+        dataclasses.replace(warmed, memory=dataclasses.replace(config.memory, reset="segment"))
 
 
 def test_it_samples_with_its_state_carried_along(tmp_path: Path) -> None:

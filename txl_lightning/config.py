@@ -554,8 +554,9 @@ class Config(TopConfig):
         """Lanes can be warmed as asked. Raises ConfigError."""
         if not self.eval.warm:
             return
-        if not self.memory.has_state or self.memory.reset == "segment":
-            what = f"memory={self.memory.name}" if not self.memory.has_state else "memory.reset=segment"
+        carries = self.memory.has_state or self.model.architecture == "lstm"
+        if not carries or self.memory.reset == "segment":
+            what = "memory.reset=segment" if carries else f"memory={self.memory.name}"
             raise self.eval.refuse("warm", f"{what} keeps nothing from the text before", "set it to 0")
         if self.eval.warm % self.eval_segment_len:
             rule = f"must be a multiple of the {self.eval_segment_len} tokens of a segment"
