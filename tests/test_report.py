@@ -16,7 +16,7 @@ from tests.tiny import MODEL, RUN, write_corpus
 from txl_lightning import cli
 from txl_lightning.config import load
 from txl_lightning.report import page as pages
-from txl_lightning.report.panels import mean_of, picture, question_of, shown, title_of
+from txl_lightning.report.panels import POINTS, mean_of, picture, question_of, shown, thinned, title_of
 from txl_lightning.report.record import read
 from txl_lightning.report.tape import tape
 
@@ -153,3 +153,9 @@ def test_buckets_layers_and_parts_are_one_picture_each(runs: Path) -> None:
 def test_cells_and_keys_are_written_as_they_are() -> None:
     assert "&lt;b&gt;" in pages.table(["<b>"], [["1"]]) and "class=number" in pages.table(["a"], [["1"]])
     assert pages.flattened({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+
+
+def test_thinned_curves_keep_their_last_point() -> None:
+    assert thinned(range(5)) == [0, 1, 2, 3, 4] and thinned([]) == []
+    few = thinned(range(10 * POINTS + 3))
+    assert few[0] == 0 and few[-1] == 10 * POINTS + 2 and len(few) <= 2 * POINTS

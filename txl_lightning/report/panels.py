@@ -130,8 +130,14 @@ def _over_steps(own: Sequence[Mapping[str, Curve]], records: Sequence[Record]) -
 
 
 def _line(label: str, curve: Curve, color: Any) -> Line:
-    steps = list(curve)[:: max(1, len(curve) // POINTS)]
+    steps = thinned(list(curve))
     return Line(label=label, x=steps, y=[curve[step] for step in steps], color=color)
+
+
+def thinned(steps: Sequence[int]) -> list[int]:
+    """At most twice `POINTS` of them, the last one always."""
+    chosen = list(steps[:: max(1, len(steps) // POINTS)])
+    return chosen if chosen[-1:] == list(steps[-1:]) else [*chosen, steps[-1]]
 
 
 def _layer_of(tag: str) -> tuple[int, str]:
