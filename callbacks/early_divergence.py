@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from dataclasses import dataclass
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -33,8 +34,8 @@ class EarlyDivergence(L.Callback):
     """Warns on standard error, once for each time it begins, and logs at each point of the curves:
 
     warn/loss_rise    nats per token by which train/loss lies above the lowest point since training began or went on
-    warn/grad_ratio   gradient norm (before clipping) of the latest step, as a multiple of the median of the 20 points
-                      before; from the fifth point on
+    warn/grad_ratio   gradient norm (before clipping) of the latest step, as a multiple of the median of the 20 finite
+                      ones at the points before; from the fifth of them on
     """
 
     def __init__(self, config: EarlyDivergenceConfig) -> None:
@@ -59,15 +60,16 @@ class EarlyDivergence(L.Callback):
             said = (
                 f"train/loss {loss:.3f} has been more than {self.config.loss_rise} above its lowest {self._lowest:.3f}"
             )
-            self._judge(trainer, "loss", rise > self.config.loss_rise, said)
+            self._judge(trainer, "loss", not rise <= self.config.loss_rise, said)  # NaN too
         if len(self._norms) >= 5:
             usual = median(self._norms)
             ratio = figures["warn/grad_ratio"] = norm / usual if usual else 1.0
             said = (
                 f"the gradient norm {norm:.3g} has been more than {self.config.grad_ratio} times the usual {usual:.3g}"
             )
-            self._judge(trainer, "gradient", ratio > self.config.grad_ratio, said)
-        self._norms.append(norm)
+            self._judge(trainer, "gradient", not ratio <= self.config.grad_ratio, said)
+        if isfinite(norm):  # else it would be no measure for others
+            self._norms.append(norm)
         pl_module.log_curves(figures)
 
     def _judge(self, trainer: L.Trainer, what: str, bad: bool, said: str) -> None:

@@ -60,6 +60,15 @@ def test_a_loss_that_stays_above_its_lowest_is_told_once_each_time(capsys: pytes
     )
 
 
+def test_what_is_no_number_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
+    nan, inf = float("nan"), float("inf")
+    stage = Stage([2.0, *[nan] * 3, *[2.0] * 8], [*[1.0] * 7, nan, inf, nan, 1.0, 1.5])
+    stage.play(points=3)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[2].partition(":")[0] for line in said] == [" step 4", " step 10"]
+    assert stage.figures[-1]["warn/grad_ratio"] == 1.5  # against a median of numbers alone
+
+
 def test_a_gradient_that_jumps_is_told_against_the_median(capsys: pytest.CaptureFixture[str]) -> None:
     norms = [1.0, 2.0, 3.0, 2.0, 2.0, 30.0, 8.0, 50.0]
     stage = Stage([1.0] * len(norms), norms)
