@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 from tests.tiny import MODEL
 from txl_lightning.cli import main
 from txl_lightning.config import load
+from txl_lightning.generation import Session
 from txl_lightning.model.transformer import TransformerXL
 
 BYTES = b"caf\xe9 = '\xc3\xa9' \xff"
@@ -214,12 +217,14 @@ def test_what_a_conversation_cannot_load_ends_nothing(
 def test_ctrl_c_cuts_what_is_being_said_short(
     ckpt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from txl_lightning.commands import talk as module
+    take, calls = Session._take, []
 
-    def interrupted(*_: object, **__: object) -> object:
-        yield "begun"
-        raise KeyboardInterrupt
+    def interrupted(self: Session, *args: Any) -> None:  # in the midst of reading the second token
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        take(self, *args)
 
-    monkeypatch.setattr(module, "said", interrupted)
-    assert talk(ckpt, ["Once", ":memory"]) == 0
-    assert "begun\n4 tokens read" in capsys.readouterr().out
+    monkeypatch.setattr(Session, "_take", interrupted)
+    assert talk(ckpt, ["Once", ":memory"], "temperature=0") == 0
+    assert "6 tokens read" in capsys.readouterr().out

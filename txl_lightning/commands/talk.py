@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pickle import UnpicklingError
 
 import torch
@@ -90,10 +93,8 @@ class Talk:
         self.session.feed(tokens.tolist())
         if not self.session.n_read[0]:
             return  # nothing to go on from
-        try:
-            show(said(self.session, self.options, seed=self.seed))
-        except KeyboardInterrupt:
-            print()
+        with interrupts_noted() as noted:
+            show(until_noted(said(self.session, self.options, seed=self.seed), noted))
         self.seed += 1
 
     def _reset(self, rest: str) -> None:
@@ -135,6 +136,34 @@ class Talk:
         for name, (meaning, _) in self.commands.items():
             what = f":{name} FILE" if name in ("save", "load") else f":{name}"
             print(f"{what:<12} {meaning}")
+
+
+@contextmanager
+def interrupts_noted() -> Iterator[list[int]]:
+    """While this lasts Ctrl-C is noted in the list, so that no token is left half read; a second one ends all."""
+    noted: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone may listen
+        yield noted
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def until_noted(pieces: Iterable[str], noted: list[int]) -> Iterator[str]:
+    """The pieces up to the one after which something was noted: what was read is shown."""
+    for piece in pieces:
+        yield piece
+        if noted:
+            return
 
 
 def lines() -> Iterator[str]:
