@@ -127,6 +127,16 @@ def test_random_weights_are_right_by_chance(task: str) -> None:
     assert found.whole < 0.05
 
 
+def test_warm_lanes_are_none_of_its_settings() -> None:
+    found = []
+    for warm in (0, 2):
+        config = config_of("recall", "data.batch_size=4", memory="cache")
+        config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, warm=warm * config.data.segment_len))
+        torch.manual_seed(0)
+        found.append(measure_retrieval(config, TransformerXL(config).eval()))
+    assert found[0] == found[1]
+
+
 def test_half_right_is_counted_as_half() -> None:
     """An oracle that gives its first answer of an episode away."""
     config = config_of("selective_copy")

@@ -54,10 +54,12 @@ def measure_retrieval(config: Config, model: TransformerXL, *, split: str = "tes
         model: its weights; turned into evaluation mode.
         split: "train", "valid" or "test".
 
+    Lanes are read from their own first episode on, whatever `eval.warm` says.
+
     Raises:
         ConfigError: the model has other symbols than the text.
     """
-    keys = config.data
+    keys, config = config.data, replace(config, eval=replace(config.eval, warm=0))
     assert isinstance(keys, EpisodesConfig)
     source = TextDataModule(config, test_split=split)
     loader, vocab = source.test_dataloader(), source.data.vocab
