@@ -21,6 +21,7 @@ from txl_lightning.benchmarks.timing import Task, Timing, interleave
 from txl_lightning.checkpoints.reference import to_reference
 from txl_lightning.cli import main
 from txl_lightning.config import Config, load
+from txl_lightning.model.lstm import LSTM
 from txl_lightning.types import n_byte
 
 SMALL = (
@@ -83,6 +84,19 @@ def test_every_part_is_measured_and_written(tmp_path: Path, capsys: pytest.Captu
     assert found["overhead"] > -1
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("training step", "cache 8", "bare loop", "matrix product", "FLOPs"))
+
+
+def test_an_lstm_is_timed_as_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["model=lstm", "model.n_layer=1", "model.d_model=8", *SMALL[6:]]
+    assert main(["bench", *keys, "what=attention"]) == 2
+    assert "error: what=attention: model.architecture=lstm has no attention" in capsys.readouterr().err
+    config = load(keys)
+    made = workloads.made(config)
+    assert isinstance(made, LSTM)
+    for part in (workloads.training, workloads.evaluation, workloads.decoding):
+        task = part(config, label="lstm")
+        task.run()
+        assert task.facts["state_bytes_per_lane"] == n_byte(made.init_state(1))
 
 
 def test_strategies_and_lengths_side_by_side(tmp_path: Path) -> None:
@@ -162,6 +176,8 @@ def test_the_overhead_is_a_share_of_the_bare_step() -> None:
         (["out=/nowhere/at/all.json"], "error: out=/nowhere/at/all.json: its folder does not exist"),
         (["-m"], "error: flag=--multirun"),
         (["trainer.max_steps=3"], "txl bench does not read it"),
+        (["eval.warm=8"], "txl bench does not read it"),
+        (["eval.dynamic=sgd"], "txl bench does not read it"),
     ],
 )
 def test_refusals(typed: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -362,6 +362,7 @@ COMMANDS = {
         unread=(
             "eval.schedule",
             "eval.dynamic*",
+            "eval.warm",
             *(name for name in _FOR_TRAINING if not name.endswith("init_std")),
             *_OFFLOAD,
         ),
@@ -387,7 +388,7 @@ COMMANDS = {
             *("experiment", *_MODEL, *_DATA, "eval.*", "optim", "optim.*", "seed"),
             *("trainer.accelerator", "trainer.precision", "trainer.compile"),
         ),
-        unread=(*_OFFLOAD, *_ORDER, "optim.ema"),
+        unread=(*_OFFLOAD, *_ORDER, "optim.ema", "eval.dynamic*", "eval.warm"),
         composes=True,
     ),
     "strategies": Command(

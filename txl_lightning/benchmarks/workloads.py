@@ -17,6 +17,7 @@ from txl_lightning.benchmarks.timing import Task
 from txl_lightning.build import segments_at_once
 from txl_lightning.config import Config
 from txl_lightning.generation import Session
+from txl_lightning.model.architectures import make_model
 from txl_lightning.model.tables import Tables
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.training.compiling import training_forward
@@ -35,7 +36,7 @@ def precision_of(config: Config) -> torch.dtype | None:
 def made(config: Config) -> TransformerXL:
     """A model with random weights on its device, the same each time."""
     torch.manual_seed(config.seed)
-    model = TransformerXL(config).to(device_kind(config))
+    model: TransformerXL = make_model(config).to(device_kind(config))
     return model.to(torch.bfloat16) if resolve_precision(config) == "bf16-true" else model
 
 

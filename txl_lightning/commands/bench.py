@@ -38,6 +38,9 @@ def check(config: Config, options: BenchOptions, *, request: Request) -> None:
     for _, one in entrants(config, options, request):
         if resolve_precision(one) == "16-mixed":
             raise ConfigError("trainer.precision", "16-mixed", "is not measured", "use bf16-mixed or 32-true")
+    if "attention" in options.parts and config.model.architecture != "transformer":
+        rule = f"model.architecture={config.model.architecture} has no attention"
+        raise options.refuse("what", rule, "leave attention out")
     if options.against is not None:
         _check_against(config, options)
     if "data" in options.parts:
