@@ -22,7 +22,7 @@ from txl_lightning.evaluation.age import cohort_losses, cohort_of, measure_by_ag
 from txl_lightning.evaluation.cached import evaluate
 from txl_lightning.evaluation.frequency import by_frequency, count_words, words_of
 from txl_lightning.evaluation.losses import Losses
-from txl_lightning.evaluation.place import measure_by_place
+from txl_lightning.evaluation.place import both_ways, measure_by_place
 from txl_lightning.evaluation.sweep import combinations, measure_sweep
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.types import Segment
@@ -68,6 +68,19 @@ def test_without_a_memory_nothing_is_gained(tmp_path: Path) -> None:
         assert found.loss == found.loss_without
         losses = cohort_losses(model, np.stack([tokens[:64], tokens[64:128]]).astype(np.int64), segment_len=16, lanes=2)
         assert (losses["own"] == losses["anew"]).all() and (losses["own"] == losses["swapped"]).all()
+
+
+@pytest.mark.parametrize("schedule", ["segments", "layers"])
+def test_documents_stay_apart_without_memory_too(schedule: str, tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("abcdefg\nhijk\n" * 60)
+    keys = ("data.document=line", "memory.reset=document", "memory.mem_len=24", f"eval.schedule={schedule}")
+    config = tiny_config(tmp_path, *keys)
+    tokens = prepare(config.data, training=False).splits["test"]
+    own, cold = both_ways(config, far_from_uniform(config), tokens, separator=10)
+    inside = own.age == cold.age  # the document began in the segment, so memory holds nothing of it
+    assert 0.3 < inside.mean() < 0.95
+    assert np.allclose(own.nats[inside], cold.nats[inside], atol=1e-5)
+    assert not np.allclose(own.nats[~inside], cold.nats[~inside], atol=1e-2)
 
 
 def test_a_cohort_has_every_long_document_once() -> None:

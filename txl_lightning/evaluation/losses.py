@@ -7,7 +7,7 @@ targets a context of an exact length: memory starts anew, so many tokens are rea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,9 @@ class Losses:
 
 
 @torch.no_grad()
-def stretch_losses(config: Config, model: TransformerXL, tokens: Tokens, *, separator: int | None) -> Losses:
+def stretch_losses(
+    config: Config, model: TransformerXL, tokens: Tokens, *, separator: int | None, anew: bool = False
+) -> Losses:
     """Losses of all targets of a text, read in lanes with the memory carried along, as `txl eval` reads it.
 
     Args:
@@ -49,7 +51,10 @@ def stretch_losses(config: Config, model: TransformerXL, tokens: Tokens, *, sepa
         model: in evaluation mode.
         tokens: (N,) ids.
         separator: the id that ends a document; needed with memory.reset=document.
+        anew: memory starts anew with each segment as well. Documents stay apart inside segments if they did.
     """
+    if anew and config.memory.reset != "document":
+        config = replace(config, memory=replace(config.memory, reset="segment"))
     loader = _lanes_of(config, tokens, separator=separator)
     start_B, tables = loader.layout.starts(), Tables()
     state = model.init_state(loader.layout.lanes, form="projected")
@@ -58,6 +63,7 @@ def stretch_losses(config: Config, model: TransformerXL, tokens: Tokens, *, sepa
     ages_B = np.zeros(len(start_B), dtype=np.int64)
     for group in loader:
         batches = [on_device(batch, model.device) for batch in (group if isinstance(group, list) else [group])]
+        batches = [_anew(batch) for batch in batches] if anew else batches
         out = _read(model, batches, state, tables)
         state = out.state
         losses = out.losses_BT.float().cpu().split(loader.layout.segment_len, dim=1)  # type: ignore[union-attr]
@@ -152,6 +158,10 @@ def _read(model: TransformerXL, batches: list[Batch], state: State, tables: Tabl
         torch.cat([batch.targets_BT for batch in batches], dim=1),
         tables=tables,
     )
+
+
+def _anew(batch: Batch) -> Batch:
+    return batch._replace(segment=batch.segment._replace(reset=torch.ones_like(batch.segment.reset)))
 
 
 def _ages(batch: Batch, before_B: Counts) -> Counts:

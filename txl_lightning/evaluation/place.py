@@ -6,7 +6,7 @@ The first tokens of a segment have no context but memory. What they lose without
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -37,16 +37,11 @@ class ByPlace:
         return asdict(self)
 
 
-def without_memory(config: Config) -> Config:
-    """The same with memory that starts anew with each segment."""
-    return replace(config, memory=replace(config.memory, reset="segment"))
-
-
 def both_ways(config: Config, model: TransformerXL, tokens: Tokens, *, separator: int | None) -> tuple[Losses, Losses]:
     """Losses of the same targets with the memory and without it."""
     return (
         stretch_losses(config, model, tokens, separator=separator),
-        stretch_losses(without_memory(config), model, tokens, separator=separator),
+        stretch_losses(config, model, tokens, separator=separator, anew=True),
     )
 
 
