@@ -200,3 +200,13 @@ def test_the_state_of_an_optimizer_is_cut_and_joined() -> None:
         later["a"]["average"], joined["a"]["average"]
     )
     assert cut_state(layout, {}, rank=0) == {}
+
+
+def test_a_parameter_without_dimensions_is_cut_like_others() -> None:
+    layout = side_by_side({"gate": (), "matrix": (2, 3)}, ranks=2)
+    states = {
+        "gate": {"step": torch.tensor(4.0), "average": torch.tensor(7.0)},
+        "matrix": {"step": torch.tensor(4.0), "average": torch.arange(6.0).view(2, 3)},
+    }
+    joined = joined_state(layout, [cut_state(layout, states, rank=rank) for rank in range(2)])
+    assert joined["gate"] == states["gate"] and torch.equal(joined["matrix"]["average"], states["matrix"]["average"])

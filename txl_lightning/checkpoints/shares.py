@@ -118,7 +118,7 @@ def cut_state(layout: Layout, states: Mapping[str, Mapping[str, Any]], *, rank: 
     for key in dict.fromkeys(key for _, state in held for key in state):
         values = {place.name: state[key] for place, state in held if key in state}
         first = next(iter(values.values()))
-        if isinstance(first, Tensor) and first.dim():
+        if any(isinstance(value, Tensor) and value.dim() for value in values.values()):  # one has no dimensions itself
             zeros = {place.name: torch.zeros(place.shape, dtype=first.dtype) for place, _ in held}
             found[key] = layout.cut({**zeros, **values}, rank=rank)
         else:
