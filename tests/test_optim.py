@@ -383,3 +383,18 @@ def test_a_loaded_state_does_not_say_how_updates_are_computed(fuse: bool) -> Non
     one, other = (build_optimizer(weights, config, fuse=way) for way in (fuse, not fuse))
     one.load_state_dict(other.state_dict())
     assert [bool(group["fused"]) for group in one.param_groups] == [fuse] * 2
+
+
+def test_a_fused_update_goes_on_from_step_counts_of_any_kind() -> None:
+    """One that is not fused counts on the CPU, and other engines in plain numbers."""
+    config = load(["optim=adam"]).optim
+    weights = [("matrix", torch.nn.Parameter(torch.ones(2, 3)))]
+    plain = build_optimizer(weights, config)
+    weights[0][1].grad = torch.ones(2, 3)
+    plain.step()
+    saved = plain.state_dict()
+    saved["state"][0]["step"] = 7
+    fused = build_optimizer(weights, config, fuse=True)
+    fused.load_state_dict(saved)
+    fused.step()
+    assert fused.state[weights[0][1]]["step"] == torch.tensor(8.0)

@@ -135,8 +135,17 @@ def _stay_as_built(optimizer: torch.optim.Optimizer) -> None:
     def take_back(loaded: torch.optim.Optimizer) -> None:
         for group, own in zip(loaded.param_groups, built, strict=True):
             group.update(own)
+            if own.get("fused"):  # counts its steps where the weights are; loading leaves them where they were read
+                _move_step_counts(loaded, group["params"])
 
     optimizer.register_load_state_dict_post_hook(take_back)
+
+
+def _move_step_counts(optimizer: torch.optim.Optimizer, weights: Iterable[Tensor]) -> None:
+    for weight in weights:
+        state = optimizer.state.get(weight, {})
+        if "step" in state:
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=weight.device)
 
 
 def _note_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
