@@ -21,6 +21,7 @@ from txl_lightning.benchmarks.timing import Task, Timing, interleave
 from txl_lightning.checkpoints.reference import to_reference
 from txl_lightning.cli import main
 from txl_lightning.config import Config, load
+from txl_lightning.model import chunked
 from txl_lightning.model.lstm import LSTM
 from txl_lightning.types import n_byte
 
@@ -97,6 +98,17 @@ def test_an_lstm_is_timed_as_what_it_is(capsys: pytest.CaptureFixture[str]) -> N
         task = part(config, label="lstm")
         task.run()
         assert task.facts["state_bytes_per_lane"] == n_byte(made.init_state(1))
+
+
+def test_attention_is_timed_as_a_layer_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    run = chunked.chunked
+    monkeypatch.setattr(chunked, "chunked", lambda *args: calls.append("chunked") or run(*args))
+    tasks = {task.label: task for task in attention.tasks(small(), backends=["reference", "shift"])}
+    grads = {name: tasks[name].run() for name in ("reference", "shift")}
+    assert calls == ["chunked"]
+    for fast, plain in zip(grads["shift"], grads["reference"], strict=True):  # type: ignore[call-overload]
+        torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_strategies_and_lengths_side_by_side(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from txl_lightning.benchmarks.timing import Task
 from txl_lightning.benchmarks.workloads import common, state_dtype
 from txl_lightning.config import Config
+from txl_lightning.model import chunked
 from txl_lightning.model.attention import Attention
 from txl_lightning.model.backends import Need, choose
 from txl_lightning.model.positions import Biases, Mask, Reading, distance_table
@@ -82,9 +83,14 @@ def _task(config: Config, way: str) -> Task:
     )  # fmt: skip
     given, wanted = torch.randn_like(q), [q, k, v, pair, *layer.position.parameters()]
 
+    def heads() -> Tensor:
+        biases = Biases(*pair)
+        if way == "shift" and chunked.can_chunk(layer, q, read):  # as a layer does
+            return chunked.chunked(layer, q, read, table, biases)
+        return layer.attend(q, read, table, biases, way=plain, weights=False)[0]
+
     def run() -> object:
-        heads, _ = layer.attend(q, read, table, Biases(*pair), way=plain, weights=False)
-        return torch.autograd.grad(heads, wanted, given, allow_unused=True)
+        return torch.autograd.grad(heads(), wanted, given, allow_unused=True)
 
     return Task(part="attention", label=way, run=run, amount=q.shape[0] * n_token, facts=_facts(config))
 
