@@ -87,7 +87,11 @@ def continued(
     for first in range(0, len(work), options.lanes):
         group = work[first : first + options.lanes]
         session = Session(model, segment_len=segment_len, separator=separator, lanes=len(group), vocab=vocab)
-        read = session.score([tokens.tolist() for _, tokens, _ in group])
+        given, read = [tokens.tolist() for _, tokens, _ in group], [[]] * len(group)  # type: list[list[int]], Any
+        if options.log_probs:
+            read = session.score(given)
+        else:
+            session.feed(given)
         generators = [torch.Generator().manual_seed(seed + first + lane) for lane in range(len(group))]
         drawn = session.draw(options.tokens, rule=rule_of(options), generators=generators, stop=options.stops)
         for (values, tokens, sample), judged, said in zip(group, read, drawn, strict=True):
