@@ -13,6 +13,7 @@ from txl_lightning import TransformerXL
 from txl_lightning.config import ConfigError, load
 from txl_lightning.data.lanes import LaneLoader
 from txl_lightning.evaluation.cached import evaluate
+from txl_lightning.model.lstm import LSTM
 
 T = 8
 
@@ -22,11 +23,14 @@ def loader(n_token: int, *, lanes: int, warm: int, **more: object) -> LaneLoader
     return LaneLoader(tokens, segment_len=T, lanes=lanes, used_lanes=lanes, warm=warm, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("n_token", "lanes", "warm"), [(97, 3, 2), (97, 3, 9), (130, 4, 3), (61, 1, 2)])
+@pytest.mark.parametrize(
+    ("n_token", "lanes", "warm"), [(97, 3, 2), (97, 3, 9), (130, 4, 3), (61, 1, 2), (97, 3, 10**9)]
+)
 def test_each_lane_reads_whole_segments_right_before_its_own(n_token: int, lanes: int, warm: int) -> None:
     made = loader(n_token, lanes=lanes, warm=warm)
     starts, read, scored = made.layout.starts(), [[] for _ in range(lanes)], 0
     resets = [[] for _ in range(lanes)]
+    assert len(made) <= -(-n_token // T) + lanes  # no more than there is text: the rest would be empty
     batches = list(made)
     assert len(batches) == len(made)
     for batch in batches:
@@ -65,6 +69,23 @@ def test_warmed_lanes_score_as_one_lane_does(schedule: str, tmp_path: Path) -> N
     assert one.n_target == 24 * T  # the text and the end of its document, so that borders of segments fall together
     assert found[2, 4 * T] == pytest.approx(found[1, 0], rel=1e-6)
     assert abs(found[2, 0] - found[1, 0]) > 1e-4 * found[1, 0]
+
+
+def test_an_lstm_warmed_by_all_the_text_before_scores_as_one_lane_does(tmp_path: Path) -> None:
+    (tmp_path / "test.txt").write_text((write_corpus(tmp_path / "all.txt")).read_text()[: 24 * T])
+    texts = ["data=text", f"data.train={tmp_path / 'all.txt'}", f"data.test={tmp_path / 'test.txt'}"]
+    base = ["model=lstm", "model.n_layer=1", "model.d_model=16", *texts, f"data.segment_len={T}", "data.batch_size=2"]
+    torch.manual_seed(0)
+    model = LSTM(load(base))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(20)
+    one, cold, warm = (
+        evaluate(load([*base, *keys]), model, split="test").scores["loss"]
+        for keys in (["eval.batch_size=1"], [], [f"eval.warm={12 * T}"])
+    )
+    assert warm == pytest.approx(one, rel=1e-6)
+    assert abs(cold - one) > 1e-4 * one
 
 
 @pytest.mark.parametrize(

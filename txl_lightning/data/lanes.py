@@ -73,6 +73,7 @@ class LaneLayout:
         segment_len_std: spread of lengths in tokens; 0: every segment has T, else T is the longest.
         seed: what varying lengths are drawn from.
         warm: segments of a pass that come first and are not scored; lanes with less text before them read fewer.
+            Those that no lane has are left out.
     """
 
     n_token: int
@@ -82,6 +83,10 @@ class LaneLayout:
     segment_len_std: float = 0.0
     seed: int = 0
     warm: int = 0
+
+    def __post_init__(self) -> None:
+        most = int(self.starts()[self.used - 1]) // self.segment_len
+        object.__setattr__(self, "warm", min(self.warm, most))
 
     def sizes(self) -> Counts:
         """(B,) targets of each lane."""
