@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import re
+import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -155,7 +157,50 @@ def test_cells_and_keys_are_written_as_they_are() -> None:
     assert pages.flattened({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
 
 
-def test_thinned_curves_keep_their_last_point() -> None:
-    assert thinned(range(5)) == [0, 1, 2, 3, 4] and thinned([]) == []
-    few = thinned(range(10 * POINTS + 3))
-    assert few[0] == 0 and few[-1] == 10 * POINTS + 2 and len(few) <= 2 * POINTS
+def test_a_run_given_twice_is_shown_once(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(runs / "a")
+    text = report(f"[{runs / 'a'},{tmp_path / 'link'}]", tmp_path / "page.html")
+    assert text.count("the whole configuration") == 1
+
+
+def test_names_are_no_formulas_and_commands_can_be_pasted(runs: Path, tmp_path: Path) -> None:
+    names = ["_first", "cost $x_$ <b>&"]
+    for name in names:
+        shutil.copytree(runs / "a", tmp_path / name)
+        facts = {"command": ["txl", "fit", f"run_dir={name}"]}
+        (tmp_path / name / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+    text = report(str(tmp_path), tmp_path / "page.html")
+    pictures = [base64.b64decode(data).decode() for data in re.findall(r"svg\+xml;base64,([^\"]+)", text)]
+    assert any(all(html.escape(name, quote=False) in drawn for name in names) for drawn in pictures)
+    assert html.escape("txl fit 'run_dir=cost $x_$ <b>&'") in text
+
+
+@pytest.mark.parametrize("damage", [b"", b"foo: 1\n", b"\xac\xff", b"- a\n", b"model: {n_layer: x}\n"])
+def test_a_damaged_configuration_is_refused_with_its_run(
+    damage: bytes, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(runs / "a", tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_bytes(damage)
+    assert cli.main(["report", f"runs=[{tmp_path / 'run'}]", f"out={tmp_path / 'page.html'}"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{tmp_path / 'run'}]: its config.yaml" in said
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_damaged_tables_and_results_are_passed_over(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "a", tmp_path / "run")
+    for file in (tmp_path / "run").glob("events.*"):
+        file.unlink()
+    (tmp_path / "run" / "csv").mkdir(exist_ok=True)
+    table = b"epoch,step,train/loss\n0,5,3.5\n0,x,3\n0,10,foo\n0,15\x00,nan\n0,20,3.25,7\n0,25,inf\n\xff\n0,3"
+    (tmp_path / "run" / "csv" / "metrics.csv").write_bytes(table)
+    (tmp_path / "run" / "result.json").write_text("[1]")
+    record = read(tmp_path / "run", name="run")
+    assert record.curves == {"train/loss": {5: 3.5, 20: 3.25}} and record.result == {}
+
+
+@pytest.mark.parametrize("n_step", [1, 600, 601, 1199, 100_001])
+def test_a_long_curve_is_thinned_with_its_ends(n_step: int) -> None:
+    kept = thinned(range(1, n_step + 1))
+    assert kept[0] == 1 and kept[-1] == n_step and len(kept) <= POINTS + 1
+    assert kept == sorted(set(kept))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from txl_lightning.checkpoints.manifest import replace_text
 from txl_lightning.commands.compare import PLOT
 from txl_lightning.commands.output import check_out
 from txl_lightning.config import Config, ConfigError
@@ -34,21 +35,22 @@ def run(config: Config, options: ReportOptions) -> None:
     comparisons = [Path(os.path.expanduser(given)) / PLOT for given in options.folders]
     pictures = {f"The comparison {path.parent.name}": path.read_bytes() for path in comparisons if path.is_file()}
     path = Path(os.path.expanduser(options.out))
-    path.write_text(page(records, title=options.title or title_of(records), pictures=pictures), encoding="utf-8")
+    replace_text(path, page(records, title=options.title or title_of(records), pictures=pictures))
     print(f"{len(records)} runs in {options.out}, {path.stat().st_size / 1024:,.0f} KiB")
 
 
 def run_folders(options: ReportOptions) -> list[Path]:
-    """The folders given; of one that holds no run itself, those of the runs below it. Raises ConfigError."""
-    found: list[Path] = []
+    """The folders given, each once; of one that holds no run itself, those of the runs below it. Raises ConfigError."""
+    found: dict[Path, Path] = {}  # by where they really are
     for given in options.folders:
         folder = Path(os.path.expanduser(given))
         inner = [folder] if (folder / CONFIG).is_file() else sorted(runs_under(str(folder)))
         if not inner:
             rule = "holds no run" if folder.is_dir() else "no such folder"
             raise ConfigError("runs", given, rule, "give the folder of a run, of several, or of a comparison")
-        found += [path for path in inner if path not in found]
-    return found
+        for path in inner:
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:

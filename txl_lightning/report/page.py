@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -142,7 +143,7 @@ def _again(records: Sequence[Record]) -> str:
     parts = ["<h2>To run it again</h2>"]
     for record in records:
         facts = record.facts
-        command = " ".join(["txl", *map(str, facts.get("command", ["", "fit"])[1:])])
+        command = shlex.join(["txl", *map(str, facts.get("command", ["", "fit"])[1:])])
         versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
         lines = [
             command,

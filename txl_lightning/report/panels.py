@@ -101,10 +101,9 @@ def picture(title: str, records: Sequence[Record]) -> str:
     FigureCanvasSVG(figure)
     axes = figure.subplots()
     for line in lines:
-        axes.plot(
-            line.x, line.y, color=line.color, label=line.label, lw=1.3, marker="o" if len(line.x) < 20 else None, ms=3
-        )
-    axes.set_title(title, fontsize=9)
+        marker = "o" if len(line.x) < 20 else None
+        axes.plot(line.x, line.y, color=line.color, label=_literal(line.label), lw=1.3, marker=marker, ms=3)
+    axes.set_title(_literal(title), fontsize=9)
     axes.set_xlabel("tokens" if over_buckets else "optimizer step", fontsize=8)
     axes.tick_params(labelsize=8)
     if over_buckets:
@@ -135,9 +134,14 @@ def _line(label: str, curve: Curve, color: Any) -> Line:
 
 
 def thinned(steps: Sequence[int]) -> list[int]:
-    """At most twice `POINTS` of them, the last one always."""
-    chosen = list(steps[:: max(1, len(steps) // POINTS)])
-    return chosen if chosen[-1:] == list(steps[-1:]) else [*chosen, steps[-1]]
+    """About POINTS of them at most, evenly, with the first and the last."""
+    kept = list(steps)[:: -(-len(steps) // POINTS) or 1]
+    return kept if not kept or kept[-1] == steps[-1] else [*kept, steps[-1]]
+
+
+def _literal(text: str) -> str:
+    """For matplotlib: no formula, and no name that a legend leaves out."""
+    return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def _layer_of(tag: str) -> tuple[int, str]:

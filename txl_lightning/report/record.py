@@ -44,20 +44,14 @@ def read(path: Path, *, name: str) -> Record:
     Raises:
         ConfigError: the folder holds no run, or its configuration cannot be read.
     """
-    try:
-        values = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
-    except OSError as error:
-        cure = "give the folder of a run, the one that holds config.yaml"
-        raise ConfigError("runs", str(path), "holds no run", cure) from error
-    except yaml.YAMLError as error:
-        raise ConfigError("runs", str(path), "its config.yaml cannot be read", "give another run") from error
+    config = _config(path)
     tables, events = _tables(path), sorted(path.glob("events.out.tfevents.*"))
     logged = _read_events(path) if events else ({}, {}, {})
     curves = logged[0] or tables
     return Record(
         path=path,
         name=name,
-        config=Config.from_dict(values),
+        config=config,
         facts=read_facts(path),
         result=_result(path),
         curves={tag: dict(sorted(curve.items())) for tag, curve in sorted(curves.items())},
@@ -66,27 +60,52 @@ def read(path: Path, *, name: str) -> Record:
     )
 
 
+def _config(path: Path) -> Config:
+    """The run's configuration. Raises ConfigError."""
+    try:
+        return Config.from_dict(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
+    except OSError as error:
+        cure = "give the folder of a run, the one that holds config.yaml"
+        raise ConfigError("runs", str(path), "holds no run", cure) from error
+    except ConfigError as error:
+        rule = f"its config.yaml has {error.key}={error.value}: {error.rule}"
+        raise ConfigError("runs", str(path), rule, "give another run") from error
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise ConfigError("runs", str(path), "its config.yaml cannot be read", "give another run") from error
+
+
 def _result(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((path / RESULT).read_text(encoding="utf-8")))
+        found = json.loads((path / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _tables(path: Path) -> dict[str, Curve]:
-    """Curves of the CSV logger."""
+    """Curves of the CSV logger; what is no finite number, as in a line that was cut off, is passed over."""
     found: dict[str, Curve] = {}
     for row in _rows(path / "csv" / "metrics.csv"):
+        step = _finite(row.get("step"))
         for tag, text in row.items():
-            if tag not in ("step", "epoch", None) and text and row.get("step"):
-                found.setdefault(tag, {})[int(row["step"])] = float(text)
+            value = _finite(text) if tag not in ("step", "epoch", None) else None
+            if step is not None and value is not None:
+                found.setdefault(tag, {})[int(step)] = value
     return found
+
+
+def _finite(text: object) -> float | None:
+    try:
+        value = float(text) if isinstance(text, str) else math.nan
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def _rows(path: Path) -> Iterator[dict[str, str]]:
     if path.exists():
-        with path.open(newline="") as file:
-            yield from csv.DictReader(file)
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            yield from csv.DictReader(line.replace("\0", "") for line in file)
 
 
 def _read_events(path: Path) -> tuple[dict[str, Curve], dict[str, tuple[int, bytes]], dict[str, tuple[int, str]]]:
