@@ -8,12 +8,12 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.tiny import MODEL
+from txl_lightning.checkpoints.manifest import replace_text, replacing
 from txl_lightning.cli import main
 from txl_lightning.config import load
 from txl_lightning.generation import Session
@@ -125,6 +125,29 @@ def test_prompts_that_cannot_be_read_are_refused(
     assert rule in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+def test_the_file_of_prompts_is_not_written_over(ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "prompts"
+    source.write_text('{"prompt": "Once"}\n')
+    (tmp_path / "link").symlink_to(source)
+    for out in ("prompts", "link"):
+        assert sample(ckpt, f"prompts={source}", f"out={tmp_path / out}") == 2
+        assert "is the file of prompts" in capsys.readouterr().err and source.read_text() == '{"prompt": "Once"}\n'
+
+
+def test_a_file_lasts_until_the_new_one_is_whole_and_a_pipe_is_written_to(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "out") as file:
+        file.write("half")
+        file.flush()
+        raise KeyboardInterrupt
+    assert (tmp_path / "out").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+    os.mkfifo(tmp_path / "pipe")
+    end = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    replace_text(tmp_path / "pipe", "new")
+    assert os.read(end, 9) == b"new" and (tmp_path / "pipe").is_fifo()
+    os.close(end)
+
+
 def test_samples_stop_strings_and_log_probs_of_many_prompts(ckpt: str, tmp_path: Path) -> None:
     source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "Once"}\n{"prompt": "No"}\n')
@@ -205,26 +228,33 @@ def test_what_a_conversation_cannot_load_ends_nothing(
 ) -> None:
     torch.save({"weights": "others"}, tmp_path / "other")
     (tmp_path / "bad").write_bytes(b"no checkpoint")
-    files = ["nowhere", "bad", "other"]
+    torch.save(torch.zeros(3), tmp_path / "tensor")
+    files = ["nowhere", "bad", "other", "tensor"]
     assert talk(ckpt, ["", *(f":load {tmp_path / name}" for name in files), f":save {tmp_path}/no/file", ":help"]) == 0
     said = capsys.readouterr().out.split("\n")
-    assert sum(line.startswith("cannot be loaded: ") for line in said) == 3
+    assert sum(line.startswith("cannot be loaded: ") for line in said) == 4
+    assert said.count("cannot be loaded: it holds no session") == 2
     assert "cannot be loaded: it was saved with other weights" in said
     assert sum(line.startswith("cannot be written: ") for line in said) == 1
     assert any(line.startswith(":load FILE") for line in said)
 
 
-def test_ctrl_c_cuts_what_is_being_said_short(
+def test_ctrl_c_cuts_what_is_being_said_short_behind_a_whole_token(
     ckpt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    take, calls = Session._take, []
+    """The signal comes in the middle of reading the fifth token; the rest is as if only five had been asked for."""
+    assert talk(ckpt, ["Once", ":memory"], "tokens=5") == 0
+    undisturbed = capsys.readouterr().out
+    take, taken = Session._take, []
 
-    def interrupted(self: Session, *args: Any) -> None:  # in the midst of reading the second token
-        calls.append(1)
-        if len(calls) == 3:
-            signal.raise_signal(signal.SIGINT)
-        take(self, *args)
+    def interrupted(session: Session, new: list[list[int]], log_probs_BV: torch.Tensor) -> None:
+        taken.append(new)
+        if len(taken) == 6:  # the prompt was the first
+            os.kill(os.getpid(), signal.SIGINT)
+        take(session, new, log_probs_BV)
 
     monkeypatch.setattr(Session, "_take", interrupted)
-    assert talk(ckpt, ["Once", ":memory"], "temperature=0") == 0
-    assert "6 tokens read" in capsys.readouterr().out
+    before = signal.getsignal(signal.SIGINT)
+    assert talk(ckpt, ["Once", ":memory"], "tokens=50") == 0
+    assert capsys.readouterr().out == undisturbed and "9 tokens read" in undisturbed
+    assert signal.getsignal(signal.SIGINT) == before

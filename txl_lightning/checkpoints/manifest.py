@@ -12,9 +12,10 @@ import hashlib
 import json
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict
+from typing import Any, BinaryIO, TextIO, TypedDict
 
 MANIFEST = "manifest.json"
 PREVIOUS = "previous.ckpt"
@@ -110,14 +111,25 @@ def keep_previous(target: Path) -> None:
 
 def replace_text(path: Path, text: str, *, errors: str = "strict") -> None:
     """Write a text file so that it is the old or the new one whenever the process dies."""
+    with replacing(path, errors=errors) as file:
+        file.write(text)
+
+
+@contextmanager
+def replacing(path: Path, *, errors: str = "strict") -> Iterator[TextIO]:
+    """A text file to write, which takes the place of the one there is when it is whole; a device keeps its place."""
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8", errors=errors) as file:
+            yield file
+        return
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("w", encoding="utf-8", errors=errors) as file:
-            file.write(text)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             part.unlink()  # the disk may be full
         raise

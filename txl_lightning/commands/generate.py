@@ -9,6 +9,7 @@ from pathlib import Path
 
 from txl_lightning.build import document_end
 from txl_lightning.checkpoints import load_checkpoint, read_checkpoint
+from txl_lightning.checkpoints.manifest import replacing
 from txl_lightning.commands.output import check_out
 from txl_lightning.commands.prompts import continued, read_prompts
 from txl_lightning.commands.talk import Talk, said, show
@@ -42,6 +43,8 @@ def check(config: Config, options: GenerateOptions) -> None:
     if "" in options.stops:
         raise options.refuse("stop", "an empty text ends everything", "leave it out, or give at least one character")
     check_out(options.out)
+    if options.out is not None and _same_file(options.out, options.prompts):
+        raise options.refuse("out", "is the file of prompts, which would be lost", "name another file")
     if not given:
         cure = "give prompt=TEXT, prompt=- for standard input, prompt_file=PATH, prompts=FILE or interactive=true"
         raise ConfigError("prompt", "", "is missing", cure)
@@ -101,9 +104,15 @@ def run_many(config: Config, options: GenerateOptions) -> None:
         vocab=vocab,
         seed=config.seed,
     )
-    with open(os.path.expanduser(options.out), "w", encoding="utf-8") as file:
+    with replacing(Path(os.path.expanduser(options.out))) as file:
         for line in lines:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def _same_file(one: str, other: str | None) -> bool:
+    return other is not None and os.path.realpath(os.path.expanduser(one)) == os.path.realpath(
+        os.path.expanduser(other)
+    )
 
 
 def vocab_of(ckpt: str) -> Vocab:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
@@ -40,12 +41,35 @@ def show(pieces: Iterable[str]) -> None:
     sys.stdout.write("\n")
 
 
-def said(session: Session, options: GenerateOptions, *, seed: int) -> Iterator[str]:
-    """The continuation, as far as a stop string, in the pieces it comes in."""
+def said(
+    session: Session, options: GenerateOptions, *, seed: int, ended: Callable[[], bool] = lambda: False
+) -> Iterator[str]:
+    """The continuation, as far as a stop string or until it is `ended`, in the pieces it comes in."""
     assert session.vocab is not None
     generator = torch.Generator().manual_seed(seed)
     tokens = session.sample(options.tokens, rule=rule_of(options), generator=generator)
-    return until(session.vocab.stream(tokens), options.stops)
+    return until(session.vocab.stream(_until(tokens, ended)), options.stops)
+
+
+def _until(tokens: Iterator[int], ended: Callable[[], bool]) -> Iterator[int]:
+    for token in tokens:
+        yield token
+        if ended():
+            return
+
+
+@contextmanager
+def holding_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Says whether Ctrl-C came; while this lasts it cuts no token in two: a session has read all of it or nothing."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Talk:
@@ -93,8 +117,8 @@ class Talk:
         self.session.feed(tokens.tolist())
         if not self.session.n_read[0]:
             return  # nothing to go on from
-        with interrupts_noted() as noted:
-            show(until_noted(said(self.session, self.options, seed=self.seed), noted))
+        with holding_ctrl_c() as ended:
+            show(said(self.session, self.options, seed=self.seed, ended=ended))
         self.seed += 1
 
     def _reset(self, rest: str) -> None:
@@ -114,21 +138,34 @@ class Talk:
                 print(f"  {path}: {float(fill.float().mean()):.0%} full")
 
     def _save(self, path: str) -> None:
+        if not path:
+            print("give a file: :save FILE")
+            return
+        whole = Path(os.path.expanduser(path))
+        part = whole.parent / f".{whole.name}.part"
         try:
-            torch.save({"weights": digest_of(self.session.model), **self.session.stand()}, os.path.expanduser(path))
+            torch.save({"weights": digest_of(self.session.model), **self.session.stand()}, part)
+            part.replace(whole)
         except (OSError, RuntimeError) as error:
-            print(f"cannot be written: {error}")
+            part.unlink(missing_ok=True)
+            print(f"cannot be written: {first_line(error)}")
             return
         print(f"saved; go on with :load {path}")
 
     def _load(self, path: str) -> None:
+        if not path:
+            print("give a file: :load FILE")
+            return
         try:
             stand = torch.load(os.path.expanduser(path), weights_only=True, map_location=self.session.model.device)
+            if not isinstance(stand, dict) or "weights" not in stand:
+                raise ValueError("it holds no session")
             if stand["weights"] != digest_of(self.session.model):
                 raise ValueError("it was saved with other weights")
             self.session.take_up(stand)
         except (OSError, EOFError, RuntimeError, KeyError, TypeError, ValueError, UnpicklingError) as error:
-            print(f"cannot be loaded: {error or type(error).__name__}")
+            unknown = isinstance(error, UnpicklingError)  # torch says in many lines that it is none of its files
+            print(f"cannot be loaded: {'it holds no session' if unknown else first_line(error)}")
             return
         print(f"{self.session.n_read[0]:,} tokens are remembered")
 
@@ -138,32 +175,9 @@ class Talk:
             print(f"{what:<12} {meaning}")
 
 
-@contextmanager
-def interrupts_noted() -> Iterator[list[int]]:
-    """While this lasts Ctrl-C is noted in the list, so that no token is left half read; a second one ends all."""
-    noted: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        if noted:
-            raise KeyboardInterrupt
-        noted.append(number)
-
-    if threading.current_thread() is not threading.main_thread():  # which alone may listen
-        yield noted
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def until_noted(pieces: Iterable[str], noted: list[int]) -> Iterator[str]:
-    """The pieces up to the one after which something was noted: what was read is shown."""
-    for piece in pieces:
-        yield piece
-        if noted:
-            return
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def lines() -> Iterator[str]:
