@@ -68,10 +68,10 @@ def _config(path: Path) -> Config:
         cure = "give the folder of a run, the one that holds config.yaml"
         raise ConfigError("runs", str(path), "holds no run", cure) from error
     except ConfigError as error:
-        rule = f"its config.yaml has {error.key}={error.value}: {error.rule}"
+        rule = f"{path / CONFIG} has {error.key}={error.value}: {error.rule}"
         raise ConfigError("runs", str(path), rule, "give another run") from error
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise ConfigError("runs", str(path), "its config.yaml cannot be read", "give another run") from error
+        raise ConfigError("runs", str(path), f"{path / CONFIG} cannot be read", "give another run") from error
 
 
 def _result(path: Path) -> dict[str, Any]:
