@@ -228,5 +228,5 @@ def test_what_was_shown_four_segments_ago_is_learned(memory: str, least: float, 
     config = load(["experiment=recall", *memory.split(), *keys, *cpu])
     fit(config)
     found = measure_retrieval(config, load_checkpoint(str(tmp_path / "run"), config))
-    assert found.distance == 4 and found.n_answer == 512
+    assert found.details["distance"] == 4 and found.n_answer == 512
     assert least <= found.accuracy <= most
