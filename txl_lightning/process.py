@@ -86,6 +86,8 @@ def quiet_lightning() -> Iterator[None]:
             warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
             # the module knows: it leaves clipping to the engine
             warnings.filterwarnings("ignore", "Since DeepSpeed handles gradient clipping internally")
+            # what is logged at an epoch's end is the same on all ranks already
+            warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
             yield
     finally:
         logger.setLevel(level)
