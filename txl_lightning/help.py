@@ -55,7 +55,7 @@ def show_command_help(name: str, config_dir: str | None = None) -> None:
     console.print(f"[bold]txl {name}{action}[/bold] KEY=VALUE ...    {command.summary}")
     plain = _plain_values(name, config_dir)
     kept = "; keys without a value stay as the checkpoint has them" if "model" not in plain else ""
-    console.print(f"Values shown: those of a plain txl {name}{kept}. Choices: {{A,B}}.\n", markup=False)
+    console.print(f"Values shown: those of a plain txl {name}{kept}. Choices: {{A, B}}.\n", markup=False)
     if name == "analyze":
         _print(console, "Analyses", _analyses())
     own = [key for key in own_keys(name) if key != POSITIONAL.get(name)]
@@ -112,7 +112,7 @@ def _keys(path: str, schema: type, command: Command, values: Mapping[str, Any]) 
 def _row(key: str, item: dataclasses.Field[Any], values: Mapping[str, Any]) -> tuple[str, str]:
     """KEY=VALUE, or KEY= where no value is known; and the help, with the choices if there are any."""
     value = yaml_text(values[item.name]) if item.name in values else ""
-    choices = f" {{{','.join(map(yaml_text, item.metadata['choices']))}}}" if "choices" in item.metadata else ""
+    choices = f" {{{', '.join(map(yaml_text, item.metadata['choices']))}}}" if "choices" in item.metadata else ""
     return f"{key}={value}", f"{item.metadata.get('help', '')}{choices}"
 
 
