@@ -17,6 +17,7 @@ from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.store import Meta, Survey, prepare, survey
 from txl_lightning.data.tokenizer import TokenizerVocab
 from txl_lightning.data.vocab import from_dict
+from txl_lightning.errors import yaml_text
 from txl_lightning.evaluation.cached import Evaluation, evaluate
 from txl_lightning.evaluation.confidence import Interval, intervals, units_of
 from txl_lightning.evaluation.losses import Nats, stretch_losses
@@ -152,7 +153,7 @@ def show(found: Evaluation, *, bound: tuple[Interval, Interval] | None = None, f
     for unit, count in found.scored.items():
         table.add_row(f"scored {unit}s", f"{count:,}")
     table.add_row("segment_len", str(found.segment_len))
-    table.add_row("memory", ", ".join(f"{key}={value}" for key, value in found.memory.items()))
+    table.add_row("memory", ", ".join(f"{key}={yaml_text(value)}" for key, value in found.memory.items()))
     table.add_row("memory starts anew", f"each {found.memory_reset}")
     if found.warm:
         table.add_row("lanes begin", f"{found.warm} tokens early, unscored")

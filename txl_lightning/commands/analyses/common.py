@@ -18,6 +18,7 @@ from txl_lightning.commands.output import check_out, write_out
 from txl_lightning.config import Config
 from txl_lightning.data.store import TokenData, prepare, survey
 from txl_lightning.data.vocab import Tokens
+from txl_lightning.errors import yaml_text
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.options import AnalyzeOptions
 from txl_lightning.ranks import is_first_rank
@@ -80,4 +81,6 @@ def give(options: AnalyzeOptions, table: Table, found: dict[str, Any], panels: l
 
 def settings(memory: dict[str, Any], *, segment_len: int) -> str:
     """What every result depends on, in one line."""
-    return f"segments of {segment_len}; memory {', '.join(f'{key}={value}' for key, value in memory.items())}"
+    return (
+        f"segments of {segment_len}; memory {', '.join(f'{key}={yaml_text(value)}' for key, value in memory.items())}"
+    )

@@ -11,6 +11,7 @@ from rich.table import Table
 from txl_lightning.checkpoints import load_checkpoint
 from txl_lightning.commands.output import check_out, write_out
 from txl_lightning.config import Config
+from txl_lightning.errors import yaml_text
 from txl_lightning.evaluation.reach import Reach, measure_reach
 from txl_lightning.model.architectures import make_model
 from txl_lightning.model.transformer import TransformerXL
@@ -44,7 +45,7 @@ def show_reach(found: Reach, *, trained: bool) -> None:
     table.add_row("measured", f"{found.tokens:,} tokens{more}")
     table.add_row("formula", formula_in_words(found.formula))
     table.add_row("tried", f"{found.tried:,} tokens: {found.segments} segments of {found.segment_len}")
-    table.add_row("memory", ", ".join(f"{key}={value}" for key, value in found.memory.items()))
+    table.add_row("memory", ", ".join(f"{key}={yaml_text(value)}" for key, value in found.memory.items()))
     table.add_row("layers", str(found.n_layer))
     table.add_row("weights", "of the checkpoint" if trained else "random")
     Console().print(table)

@@ -16,6 +16,7 @@ from txl_lightning.data.episodes import EpisodesConfig
 from txl_lightning.data.passkey import PasskeyConfig
 from txl_lightning.data.store import survey
 from txl_lightning.data.vocab import Vocab, from_dict
+from txl_lightning.errors import yaml_text
 from txl_lightning.evaluation.passkey import check_spelling, measure_passkey
 from txl_lightning.evaluation.retrieval import Retrieval, measure_grid, measure_retrieval
 from txl_lightning.options import AnalyzeOptions
@@ -101,7 +102,7 @@ def table_of(found: Retrieval) -> Table:
     else:
         shown = ", ".join(f"{key}={value}" for key, value in details.items())
         table.add_row("episode", f"{shown}, segments of {found.segment_len}")
-    table.add_row("memory", ", ".join(f"{key}={value}" for key, value in found.memory.items()))
+    table.add_row("memory", ", ".join(f"{key}={yaml_text(value)}" for key, value in found.memory.items()))
     return table
 
 
