@@ -59,7 +59,7 @@ def run(config: Config, options: AnalyzeOptions) -> None:
         table.add_column(name, justify="right")
     for bucket in found.buckets:
         table.add_row(
-            f"{bucket.first}-{bucket.last}",
+            str(bucket.first) if bucket.first == bucket.last else f"{bucket.first}-{bucket.last}",
             f"{bucket.loss:.4f}",
             f"{bucket.benefit:+.4f} ± {bucket.benefit_error:.4f}",
             f"{bucket.content:+.4f} ± {bucket.content_error:.4f}",

@@ -64,7 +64,8 @@ def run(config: Config, options: AnalyzeOptions) -> None:
 
 
 def _smoothed(nats: Nats) -> tuple[list[float], list[float]]:
-    """Means over stretches of equal length, as many as are drawn."""
-    parts = np.array_split(nats, min(POINTS, len(nats)))
+    """Means over stretches of equal length (a few may be a token shorter), at most POINTS of them."""
+    length = -(-len(nats) // POINTS)
+    parts = np.array_split(nats, -(-len(nats) // length))
     ends = np.cumsum([len(part) for part in parts])
     return ends.tolist(), [float(part.mean()) for part in parts]

@@ -49,6 +49,7 @@ def run(config: Config, options: AnalyzeOptions) -> None:
     table = Table(
         title=f"cache against sliding window, segments of {found.segment_len}, {found.device}",
         caption="ms per token in one lane; nats of the same targets; differ: most where both see the same context",
+        padding=(0, 0, 0, 1),  # nine columns in 80 characters
     )
     for name in ("length", "cache", "window", "faster", "paper", "loss", "window's", "differ", "targets"):
         table.add_column(name, justify="right")
