@@ -36,7 +36,8 @@ def run(config: Config, options: ReportOptions) -> None:
     pictures = {f"The comparison {path.parent.name}": path.read_bytes() for path in comparisons if path.is_file()}
     path = Path(os.path.expanduser(options.out))
     replace_text(path, page(records, title=options.title or title_of(records), pictures=pictures))
-    print(f"{len(records)} runs in {options.out}, {path.stat().st_size / 1024:,.0f} KiB")
+    runs = "1 run" if len(records) == 1 else f"{len(records)} runs"
+    print(f"{runs} in {options.out}, {path.stat().st_size / 1024:,.0f} KiB")
 
 
 def run_folders(options: ReportOptions) -> list[Path]:

@@ -101,9 +101,10 @@ class _Tape:
             return "By its design this memory has no bound: any earlier token can matter."
         if not total:
             return "Every segment stands alone: no earlier token can matter."
+        segments = f"{total / self.segment_len:.1f}".removesuffix(".0")
         return (
             f"A segment's first token can depend on the {total:g} tokens before it: "
-            f"{total / self.segment_len:.1f} segments of {self.segment_len}."
+            f"{segments} segment{'' if segments == '1' else 's'} of {self.segment_len}."
         )
 
 
