@@ -106,10 +106,10 @@ def picture(title: str, records: Sequence[Record]) -> str:
     axes.set_title(_literal(title), fontsize=9)
     axes.set_xlabel("tokens" if over_buckets else "optimizer step", fontsize=8)
     axes.tick_params(labelsize=8)
-    if not over_buckets:
-        axes.xaxis.get_major_locator().set_params(integer=True)
     if over_buckets:
         axes.tick_params(axis="x", labelrotation=60, labelsize=6)
+    else:
+        axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)
     if 1 < len(lines) <= 12:
         axes.legend(fontsize=7)
