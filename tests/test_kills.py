@@ -108,7 +108,9 @@ def test_thirty_random_kills_change_nothing(tmp_path: Path, monkeypatch: pytest.
     whole, span = saved(tmp_path / "whole"), time.monotonic() - began
     one_write = span / 200
     draw, killed, torn, again, lost = random.Random(5), 0, 0, 0, 0
-    for number in range(KILLS):
+    for number in range(2 * KILLS):  # some end before their moment, if the machine was slower at first
+        if killed == KILLS:
+            break
         run, diary = f"run{number}", Diary(tmp_path / f"{number}.txt")
         tmp = str(elsewhere) if elsewhere is not None and number % 2 else None
         moment, write = draw.uniform(0.0, span), (draw.randint(1, STEPS), draw.uniform(0.0, one_write))
@@ -122,4 +124,4 @@ def test_thirty_random_kills_change_nothing(tmp_path: Path, monkeypatch: pytest.
         again, lost = again + began_steps - STEPS, lost + ended - STEPS
     print(f"\n{killed} of {KILLS} killed, {torn} while a checkpoint was written; TMPDIR of every other: {elsewhere}")
     print(f"steps begun again {again}, of them finished before {lost}; undisturbed run {span:.1f} s")
-    assert killed >= KILLS - 3 and torn >= 5  # one may have ended before its moment
+    assert killed == KILLS and torn >= 5
