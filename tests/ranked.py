@@ -111,24 +111,25 @@ def told_full(folder: Path, job: dict[str, Any]) -> str:
 
 @contextmanager
 def ruined(step: int) -> Iterator[None]:
-    from txl_lightning.training.module import NonFiniteLoss, TransformerXLModule
+    from txl_lightning.training.divergence import NonFiniteLoss
+    from txl_lightning.training.module import TransformerXLModule
 
     owner: Any = TransformerXLModule
-    original, seen = owner._refuse_non_finite, []
+    original, seen = owner.judge_losses, []
 
     def refuse(module: Any, losses_BT: Any, chunk: Any) -> None:
         if module.trainer.global_step == step:
             seen.append(losses_BT)
         original(module, losses_BT * (float("nan") if len(seen) == 2 else 1.0), chunk)
 
-    owner._refuse_non_finite = refuse
+    owner.judge_losses = refuse
     try:
         yield
         assert step < 0, "nothing was ruined"
     except NonFiniteLoss:
         assert len(seen) == 2
     finally:
-        owner._refuse_non_finite = original
+        owner.judge_losses = original
 
 
 def evaluated(folder: Path, job: dict[str, Any]) -> dict[str, float]:

@@ -11,10 +11,11 @@ import torch
 
 from tests.tiny import tiny_config, train
 from txl_lightning.cli import main
-from txl_lightning.config import load
-from txl_lightning.model.transformer import TransformerXL
-from txl_lightning.training import compiling
-from txl_lightning.training.compiling import training_forward
+from txl_lightning.config import TrainerConfig, load
+from txl_lightning.model.transformer import ModelOutput, TransformerXL
+from txl_lightning.training import compiling, module
+from txl_lightning.training.compiling import Forward, training_forward
+from txl_lightning.types import Segment, State
 
 
 @pytest.fixture
@@ -36,22 +37,36 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "kind", "does"),
+    ("wanted", "kind", "how"),
     [
-        ("auto", "cpu", False),
-        ("auto", "cuda", True),
-        (True, "cpu", True),
-        (False, "cuda", False),
-        ("auto", "mps", False),
+        ("auto", "cpu", None),
+        ("auto", "cuda", "reduce-overhead"),
+        (True, "cpu", "default"),
+        (True, "cuda", "reduce-overhead"),
+        (False, "cuda", None),
+        ("auto", "mps", None),
     ],
 )
 def test_where_it_compiles(
-    wanted: Any, kind: str, does: bool, compiled: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    wanted: Any, kind: str, how: str | None, compiled: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "why_not_compiled", lambda _: None)
     model = TransformerXL(load(["model.n_layer=1", "model.d_model=8"]))
-    assert (training_forward(model, wanted, kind=kind) is not model) == does
-    assert compiled == ([{"calls": 0, "dynamic": False}] if does else [])
+    forward = training_forward(model, TrainerConfig(compile=wanted), kind=kind)
+    assert (forward.read is not model) == (how is not None)
+    assert forward.captured == (how == "reduce-overhead")
+    mode = {"mode": how} if how == "reduce-overhead" else {}
+    assert compiled == ([{"calls": 0, "dynamic": False, **mode}] if how else [])
+
+
+@pytest.mark.parametrize("keys", [{"accumulate_grad_batches": 2}, {"lane_chunks": 2}])
+def test_what_adds_gradients_up_is_not_captured(
+    keys: dict[str, int], compiled: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "why_not_compiled", lambda _: None)
+    model = TransformerXL(load(["model.n_layer=1", "model.d_model=8"]))
+    assert not training_forward(model, TrainerConfig(**keys), kind="cuda").captured  # type: ignore[arg-type]
+    assert compiled == [{"calls": 0, "dynamic": False}]
 
 
 @pytest.mark.parametrize("wanted", ["auto", True])
@@ -61,7 +76,7 @@ def test_without_a_compiler_it_says_so_and_goes_on(
     monkeypatch.setattr(compiling, "why_not_compiled", lambda _: "there is no C compiler (gcc)")
     model = TransformerXL(load(["model.n_layer=1", "model.d_model=8"]))
     with caplog.at_level(logging.WARNING):
-        assert training_forward(model, wanted, kind="cuda") is model
+        assert training_forward(model, TrainerConfig(compile=wanted), kind="cuda") == Forward(model, captured=False)
     (said,) = [line.getMessage() for line in caplog.records if "trainer.compile" in line.getMessage()]
     name = "auto" if wanted == "auto" else "true"
     assert said == f"trainer.compile={name}: there is no C compiler (gcc); training runs as it is"
@@ -76,6 +91,51 @@ def test_training_calls_what_was_compiled_and_validation_does_not(
     assert compiled == [{"calls": 10, "dynamic": False}]
     assert len(losses) == 10
     assert not [name for name in fitted.module.state_dict() if not name.startswith("model.")]
+
+
+class Overwriting:
+    """What the captured graphs of a training step do: they read memory at one address and overwrite what they gave."""
+
+    def __init__(self, model: TransformerXL) -> None:
+        self.model, self.given, self.places = model, [], set()  # type: ignore[var-annotated]
+
+    def __call__(self, tokens: torch.Tensor, state: State, segment: Segment, targets: torch.Tensor) -> ModelOutput:
+        assert all(weight.grad is None for weight in self.model.parameters())
+        with torch.no_grad():
+            for tensor in self.given:
+                tensor.fill_(-1 if not tensor.is_floating_point() else float("nan"))
+        self.places.add(tuple(tensor.data_ptr() for tensor in state.values()))
+        out = self.model(tokens, state, segment, targets)
+        # views of what was made before it are not overwritten by a graph
+        self.given = [part.detach() for part in (out.losses_BT, out.hidden_BTD, *out.metrics.values())]
+        self.given += [part.detach() for key, part in out.state.items() if part.data_ptr() != state[key].data_ptr()]
+        return out
+
+
+@pytest.mark.parametrize("memory", ["cache", "compressive", "tokens", "knn"])
+def test_training_needs_nothing_that_captured_graphs_overwrite(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [f"memory={memory}", "trainer.max_steps=12", "trainer.on_divergence=skip", "trainer.val_check_interval=5"]
+    runs, made = [], []
+
+    def captured(model: TransformerXL, *_: Any, **__: Any) -> Forward:
+        made.append(Overwriting(model))
+        return Forward(made[-1], captured=True)
+
+    for name in ("plain", "captured"):
+        with monkeypatch.context() as patch:
+            if name == "captured":
+                patch.setattr(module, "training_forward", captured)
+            runs.append(train(tiny_config(tmp_path, f"run_dir={tmp_path / name}", *keys), patch))
+    assert runs[0][0] == runs[1][0]
+    assert len(made[0].places) == 1
+    files = [
+        torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True) for name in ("plain", "captured")
+    ]
+    assert all(torch.equal(*pair) for pair in zip(*(file["state_dict"].values() for file in files), strict=True))
+    lanes = [file["txl_lightning"]["lanes"]["lanes"] for file in files]
+    assert all(torch.equal(lanes[0][key], lanes[1][key]) for key in lanes[0])
 
 
 def test_deepspeed_is_not_compiled(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from txl_lightning import LaneState, TextDataModule, TransformerXL, TransformerX
 from txl_lightning.commands import dry_run
 from txl_lightning.config import Config, ConfigError, load
 from txl_lightning.ranks import check_chunks, chunks_for_fewer
-from txl_lightning.training.module import NonFiniteLoss
+from txl_lightning.training.divergence import NonFiniteLoss
 from txl_lightning.training.trainer import build_trainer
 from txl_lightning.types import Batch, Chunk, Position, Segment
 

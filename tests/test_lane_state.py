@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -121,3 +123,40 @@ def test_another_memory_is_refused(init, rule: str) -> None:
     lanes.load_state_dict({"lanes": fresh(2), "position": [0, 1]})
     with pytest.raises(ConfigError, match=rule):
         lanes.read("train", batch(reset=[False, False], length=[4, 4]), init)
+
+
+def test_training_lanes_that_stay_in_place_hold_the_same_values() -> None:
+    plain, fixed = LaneState(model_resets=True), LaneState(model_resets=True)
+    fixed.stay_in_place()
+    facts = {"reset": [False, False], "length": [4, 4]}
+    places: set[int] = set()
+
+    def step(number: int, *, fails: bool = False) -> None:
+        for lanes in (plain, fixed):
+            lanes.mark()
+            given = lanes.due(batch(**facts, segment=number))  # type: ignore[arg-type]
+            state = lanes.read("train", given, fresh)
+            lanes.propose("train", {"h": state["h"] * 2 + number}, given)
+            lanes.commit("train")
+            if fails:
+                lanes.roll_back()
+        places.add(fixed.read("train", given, fresh)["h"].data_ptr())
+        assert torch.equal(plain.current("train")["h"], fixed.current("train")["h"])
+        before = [lanes.state_dict(marked=True)["lanes"] for lanes in (plain, fixed)]
+        assert before[0].keys() == before[1].keys() and all(
+            torch.equal(before[0][key], before[1][key]) for key in before[0]
+        )
+
+    step(0)
+    step(1)
+    step(2, fails=True)
+    saved = copy.deepcopy(fixed.state_dict())
+    step(3)
+    for lanes in (plain, fixed):
+        lanes.load_state_dict(copy.deepcopy(saved))
+    step(3)
+    assert len(places) == 1
+    fixed.stay_in_place(False)
+    before = fixed.current("train")["h"]
+    step(4)
+    assert fixed.current("train")["h"] is not before

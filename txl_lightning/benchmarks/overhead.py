@@ -16,7 +16,7 @@ import lightning.pytorch as L
 import numpy as np
 
 from txl_lightning.benchmarks.timing import CLOCKS, LEAST_SECONDS, Task, Timing, synchronise
-from txl_lightning.benchmarks.workloads import common, drawn, optimizer_step
+from txl_lightning.benchmarks.workloads import common, drawn, one_pass, optimizer_step
 from txl_lightning.config import Config
 from txl_lightning.data.lanes import LaneLoader
 from txl_lightning.training.compiling import training_forward
@@ -36,14 +36,11 @@ def overhead(config: Config, *, rounds: int, clock: str = "wall") -> list[Timing
     def task(label: str) -> Task:
         return Task(part="overhead", label=label, run=lambda: None, amount=lanes * n_token, facts=facts)
 
+    long = replace(config.trainer, max_steps=10**9, num_sanity_val_steps=0, val_check_interval=10**9)
+    settled = replace(config, trainer=one_pass(long))
     turns = _Turns(
-        config, [Timing(task=task("bare loop")), Timing(task=task("trainer"))], rounds=rounds, kind=kind, clock=clock
+        settled, [Timing(task=task("bare loop")), Timing(task=task("trainer"))], rounds=rounds, kind=kind, clock=clock
     )
-    keys = replace(
-        config.trainer, max_steps=10**9, num_sanity_val_steps=0, accumulate_grad_batches=1, accumulate_from_step=0,
-        bptt_segments=1, bptt_grow_steps=0, val_check_interval=10**9,
-    )  # fmt: skip
-    settled = replace(config, trainer=keys)
     trainer = build_trainer(settled, callbacks=[turns])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You defined a `validation_step` but have no")
@@ -89,8 +86,9 @@ class _Turns(L.Callback):
         other.load_state_dict(pl_module.state_dict())
         self.model = other.model.train()
         self.optimizer = build_optimizer(self.model.named_parameters(), self.config.optim, fuse=True)
-        self.forward = training_forward(self.model, self.config.trainer.compile, kind=self.kind)
-        self.state = self.model.init_state(self.config.data.batch_size, dtype=pl_module._state_dtype())  # type: ignore[operator]
+        self.forward = training_forward(self.model, self.config.trainer, kind=self.kind)
+        state = self.model.init_state(self.config.data.batch_size, dtype=pl_module._state_dtype())  # type: ignore[operator]
+        self.state = self.forward.kept(state, {})
         self.text = self._segments(pl_module)
         self._bare(2)
         self.start = self.now()
@@ -120,8 +118,8 @@ class _Turns(L.Callback):
         start = self.now()
         for _ in range(steps):
             batch = next(self.text)
-            self.state = optimizer_step(
-                self.forward, self.optimizer, batch.tokens_BT, batch.targets_BT, self.state, self.config, batch.segment
-            )
+            tokens, targets, segment = batch.tokens_BT, batch.targets_BT, batch.segment
+            new = optimizer_step(self.forward.read, self.optimizer, tokens, targets, self.state, self.config, segment)
+            self.state = self.forward.kept(new, self.state)
         synchronise(self.kind)
         return self.now() - start

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from txl_lightning.benchmarks.timing import Task
 from txl_lightning.build import segments_at_once
-from txl_lightning.config import Config
+from txl_lightning.config import Config, TrainerConfig
 from txl_lightning.generation import Session
 from txl_lightning.model.architectures import make_model
 from txl_lightning.model.tables import Tables
@@ -91,12 +91,14 @@ def training(config: Config, *, label: str) -> Task:
     optimizer = build_optimizer(model.named_parameters(), config.optim, fuse=True)
     state = warm(model, model.init_state(lanes, dtype=state_dtype(config)), config, segment_len=n_token)
     text = turns(config, lanes=lanes, n_token=n_token)
-    forward = training_forward(model, config.trainer.compile, kind=device_kind(config))
+    forward = training_forward(model, one_pass(config.trainer), kind=device_kind(config))
+    state = forward.kept(state, {})
 
     def step() -> None:
         nonlocal state
         tokens = next(text)
-        state = optimizer_step(forward, optimizer, tokens[:, :-1], tokens[:, 1:], state, config)
+        new = optimizer_step(forward.read, optimizer, tokens[:, :-1], tokens[:, 1:], state, config)
+        state = forward.kept(new, state)
 
     facts = {**common(config, "data.segment_len", n_token, lanes), "state_bytes_per_lane": n_byte(state) / lanes}
     return Task(part="training", label=label, run=step, amount=lanes * n_token, facts=facts)
@@ -112,16 +114,23 @@ def optimizer_step(
     segment: Segment | None = None,
 ) -> State:
     """One update as a bare loop makes it, without trainer, checks and logging; the memory after it."""
+    optimizer.zero_grad()
     with autocast(config):
         out = model(tokens_BT, state, segment, targets_BT)
     loss = out.losses_BT.mean() + sum(out.aux_losses.values())
-    optimizer.zero_grad()
     loss.backward()
     if config.optim.clip:
         parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
         torch.nn.utils.clip_grad_norm_(parameters, config.optim.clip)
     optimizer.step()
     return detach(out.state)
+
+
+def one_pass(keys: TrainerConfig) -> TrainerConfig:
+    """The same with steps of one segment and one pass, which is what is measured."""
+    return replace(
+        keys, accumulate_grad_batches=1, accumulate_from_step=0, bptt_segments=1, bptt_grow_steps=0, lane_chunks=1
+    )
 
 
 def evaluation(config: Config, *, label: str, by_layers: bool = False) -> Task:

@@ -8,34 +8,59 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from txl_lightning.config import ConfigError
+from txl_lightning.config import ConfigError, TrainerConfig
 from txl_lightning.model.backends import why_not_compiled
-from txl_lightning.model.transformer import TransformerXL
+from txl_lightning.model.transformer import ModelOutput, TransformerXL
+from txl_lightning.training.lane_state import put
+from txl_lightning.types import State
 
 _logger = logging.getLogger(__name__)
 
 
-def training_forward(model: TransformerXL, wanted: str | bool, *, kind: str) -> Callable[..., Any]:
+class Forward(NamedTuple):
+    """What training calls."""
+
+    read: Callable[..., ModelOutput]  # as `TransformerXL.forward`
+    captured: bool  # as CUDA graphs: memory has to stay where it is, and gradients are overwritten by the next step
+
+    def kept(self, new: State, place: State) -> State:
+        """Memory as the next step reads it, for a loop of one's own; place: that of the step before, {} at first."""
+        return put(new, place) if self.captured else new
+
+
+def training_forward(model: TransformerXL, keys: TrainerConfig, *, kind: str) -> Forward:
     """What training calls: the model, or the same compiled.
 
     "auto" compiles on CUDA. On a CPU attention in chunks (`model.chunked`) is faster than compiled code, which cannot
     use it. Where there is no compiler the model runs as it is, which is said once.
 
+    On CUDA a step that is one forward and one backward pass is captured as CUDA graphs, which takes the time between
+    kernels away. Where gradients of several passes are added up, the graphs would overwrite those of the pass before.
+
     Args:
         model: stays as it is; what is compiled shares its weights.
-        wanted: `trainer.compile`.
+        keys: `compile` says whether, the others what a step is made of.
         kind: of the device.
     """
+    wanted = keys.compile
     if wanted is False or (wanted == "auto" and kind != "cuda"):
-        return model
+        return Forward(model, captured=False)
     if (reason := why_not_compiled(kind)) is not None:
         _logger.warning(f"trainer.compile={_typed(wanted)}: {reason}; training runs as it is")
-        return model
-    return torch.compile(model, dynamic=False)
+        return Forward(model, captured=False)
+    if kind != "cuda" or keys.accumulate_grad_batches * keys.lane_chunks > 1:
+        return Forward(torch.compile(model, dynamic=False), captured=False)
+    compiled = torch.compile(model, dynamic=False, mode="reduce-overhead")
+
+    def read(*args: Any, **more: Any) -> ModelOutput:
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(*args, **more)
+
+    return Forward(read, captured=True)
 
 
 def check_compile(wanted: str | bool, *, deepspeed: bool) -> None:

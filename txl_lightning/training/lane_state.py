@@ -30,6 +30,8 @@ from txl_lightning.errors import ConfigError
 from txl_lightning.types import Batch, Chunk, Position, State, detach, lane_where, n_byte
 
 ALL_LANES = Chunk()
+Mark = tuple[State, SavedLanes | None, Position | None, Tensor | None]
+"""Where training stood: memory, lanes of a checkpoint that nobody read yet, the cursor, what `roll_back` owes."""
 
 
 class LaneState:
@@ -48,7 +50,8 @@ class LaneState:
         self._started: dict[str, State] = {}  # fresh states that were read and not yet proposed upon
         self._proposed: dict[str, tuple[State, Position, Chunk]] = {}  # with the latest chunk
         self._loaded: SavedLanes | None = None  # all ranks' lanes from a checkpoint, until the first read
-        self._marked: tuple[State, SavedLanes | None, Position | None, Tensor | None] | None = None
+        self._marked: Mark | None = None
+        self._place: State | None = None  # where training lanes stay, if they do: see `stay_in_place`
         self._began: Tensor | None = None  # (B,) bool: lanes that started anew since the last `mark`
         self._owed: Tensor | None = None  # (B,) bool, see `roll_back`
 
@@ -69,6 +72,15 @@ class LaneState:
             return state
         fresh = {key: tensor.to(device) for key, tensor in init(lanes).items()}
         return {key: lane_where(batch.segment.reset, fresh[key], old) for key, old in state.items()}
+
+    def stay_in_place(self, wanted: bool = True) -> None:
+        """Let training lanes keep their addresses from now on, where a captured graph reads them; or let them go.
+
+        A state that waits on the CPU has no such addresses.
+        """
+        self._place = {} if wanted and not self.offload else None
+        if self._place is not None and "train" in self._committed:
+            self._committed["train"] = self._settled("train", self._committed["train"])
 
     def due(self, batch: Batch) -> Batch:
         """A training batch as it is to be read where steps may be rolled back; each one passes here once, in order.
@@ -112,7 +124,7 @@ class LaneState:
         assert self.is_whole(stage), "some chunks have not proposed their state"
         state, position, _ = self._proposed.pop(stage)
         assert not any(tensor.requires_grad for tensor in state.values()), "a state must not carry a graph over steps"
-        self._committed[stage] = state
+        self._committed[stage] = self._settled(stage, state)
         if stage == "train":
             self.position = Position(position.epoch, position.segment + 1)
 
@@ -129,8 +141,20 @@ class LaneState:
 
     def mark(self) -> None:
         """Remember where training stands: an optimizer step is about to begin, and may read several segments."""
-        self._marked = (self._committed.get("train", {}), self._loaded, self.position, self._owed)
+        state = self._committed.get("train", {})
+        if self._place is not None:  # which the next commit overwrites
+            state = {key: tensor.clone() for key, tensor in state.items()}
+        self._marked = (state, self._loaded, self.position, self._owed)
         self._began = None
+
+    @property
+    def marked(self) -> Mark | None:
+        """What `mark` remembered; None: no step is under way."""
+        return self._marked
+
+    def mark_again(self, marked: Mark) -> None:
+        """Remember where an earlier step began, as if it were the one under way."""
+        self._marked = marked
 
     def roll_back(self) -> None:
         """Give the training lanes the memory of the last `mark` back; the position stays where it is.
@@ -142,7 +166,7 @@ class LaneState:
         state, self._loaded, _, _ = self._marked
         self._committed.pop("train", None)
         if state:
-            self._committed["train"] = state
+            self._committed["train"] = self._settled("train", state)
         self._owed = self._began if self._owed is None else self._began | self._owed
 
     def state_dict(self, *, marked: bool = False, own_only: bool = False) -> dict[str, Any]:
@@ -198,11 +222,12 @@ class LaneState:
         """The committed state of this rank, or a loaded or a fresh one."""
         if stage == "train" and self._loaded is not None:
             fresh = init(lanes)
-            self._committed[stage] = self._at_home(_fitting(self._own(self._loaded), fresh, self._loaded))
+            loaded = self._at_home(_fitting(self._own(self._loaded), fresh, self._loaded))
+            self._committed[stage] = self._settled(stage, loaded)
             self._loaded = None
         state = self._committed.get(stage, self._started.get(stage))
         if state is None:
-            state = self._started[stage] = self._at_home(init(lanes))
+            state = self._started[stage] = self._settled(stage, self._at_home(init(lanes)))
         held = next(iter(state.values())).shape[0] if state else lanes
         assert held == lanes, f"{stage} has a state of {held} lanes and got a batch of {lanes}"
         return state
@@ -226,6 +251,13 @@ class LaneState:
             return state
         return {key: self._room(new, lanes=len(new)).copy_(new, non_blocking=True) for key, new in state.items()}
 
+    def _settled(self, stage: str, state: State) -> State:
+        """A state where it is found from now on: in the place of the one before, if that has to stay."""
+        if stage != "train" or self._place is None:
+            return state
+        self._place = put(state, self._place)
+        return self._place
+
     def _room(self, like: Tensor, *, lanes: int) -> Tensor:
         """A tensor for a state of so many lanes, where it is kept between steps."""
         place = {"device": "cpu", "pin_memory": like.is_cuda} if self.offload else {"device": like.device}
@@ -236,7 +268,7 @@ class LaneState:
         if self.offload and torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def _at(self, *, marked: bool) -> tuple[State, SavedLanes | None, Position | None, Tensor | None]:
+    def _at(self, *, marked: bool) -> Mark:
         self._await_copies()
         if marked and self._marked is not None:
             return self._marked
@@ -250,6 +282,22 @@ class LaneState:
             raise ConfigError("trainer.devices", world, rule, f"take a number that divides {saved.n_lane}")
         lanes = saved.n_lane // world
         return saved.part(rank * lanes, (rank + 1) * lanes)
+
+
+def put(state: State, place: State) -> State:
+    """A state moved to where a captured graph reads it.
+
+    Args:
+        place: tensors of such a state, overwritten; none of them: places are made.
+    """
+    if not place:
+        place = {key: tensor.clone() for key, tensor in state.items()}
+        for tensor in place.values():
+            torch._dynamo.mark_static_address(tensor)  # else each replay would copy it once more
+        return place
+    for key, tensor in state.items():
+        place[key].copy_(tensor)
+    return place
 
 
 def _fitting(own: State, fresh: State, saved: SavedLanes) -> State:

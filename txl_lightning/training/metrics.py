@@ -37,8 +37,8 @@ class TokenLoss(torchmetrics.Metric):
         self.count = self.count + count
 
     def sums(self) -> list[Tensor]:
-        """Summed loss and count of this rank so far."""
-        return [self.nll.detach().cpu().clone(), self.count.detach().cpu().clone()]
+        """Summed loss and count of this rank so far, where they are: nobody waits for the device."""
+        return [self.nll.detach().clone(), self.count.detach().clone()]
 
     def set_sums(self, sums: list[Tensor]) -> None:
         """Go on from what `sums` gave."""

@@ -20,18 +20,17 @@ from txl_lightning.training import progress, rng
 from txl_lightning.training.accumulation import Window, next_window
 from txl_lightning.training.averaging import MovingAverage
 from txl_lightning.training.clock import Clock
-from txl_lightning.training.compiling import training_forward
-from txl_lightning.training.curves import Showing
+from txl_lightning.training.compiling import Forward, training_forward
 from txl_lightning.training.datamodule import TextDataModule
-from txl_lightning.training.divergence import Diverged, Guard, NonFiniteLoss
-from txl_lightning.training.lane_state import LaneState, stage_of
+from txl_lightning.training.judging import Judging
+from txl_lightning.training.lane_state import stage_of
 from txl_lightning.training.metrics import TokenLoss, scores
 from txl_lightning.training.optim import Plateau, build_optimizer, build_schedule
-from txl_lightning.training.strategies import clips_itself, engine_of, is_sound
+from txl_lightning.training.strategies import clips_itself, engine_of
 from txl_lightning.types import Batch, Chunk, Position, State, detach
 
 
-class TransformerXLModule(Showing):
+class TransformerXLModule(Judging):
     """Trains TransformerXL on ordered lanes with automatic optimisation.
 
     Training keeps its memory until the data says a lane starts anew; sanity check, validation and test each have
@@ -46,30 +45,20 @@ class TransformerXLModule(Showing):
     """
 
     def __init__(self, config: Config, *, model: TransformerXL | None = None) -> None:
-        super().__init__(every_n_steps=config.trainer.log_every_n_steps)
-        self.config = config
+        super().__init__(config)
         self.model = model if model is not None else make_model(config)
-        self.lanes = LaneState(model_resets=True, offload=config.memory.offload == "cpu")
         self.clock = Clock()
-        self.guard = Guard(config.trainer)
-        self.train_loss = TokenLoss()
         self.eval_loss = TokenLoss()
         self.scores: dict[str, dict[str, float]] = {}  # latest figures per stage, in full precision
         self.validated_at = -1  # optimizer step of the latest validation
-        self._unstepped = -1  # optimizer steps made when the step under way began
-        self._border: dict[str, Any] = {}  # what `_at_rest` gave when the step under way began
         self._resumed: dict[str, Any] | None = None  # what a checkpoint says of this rank, until training begins
         self._ended: dict[str, Any] | None = None  # what `_at_rest` gave when training ended, until it begins again
         self._window: Window | None = None  # segments of the optimizer step under way
-        self._sums: list[tuple[Tensor, Tensor]] = []  # loss and targets of what was read in it
-        self._loss: float | None = None  # mean of that, if the guard looks at it
-        self.left_out = False  # the latest optimizer step
         self._schedule: LRScheduler | None = None
         self._average = [MovingAverage(config.optim.ema)] if config.optim.ema else []
         self._reported: dict[str, Tensor] = {}  # what the latest training step's memory said
-        self._grad_norm: Tensor | None = None
         self._tables: Tables | None = None  # projected distances of the evaluation under way
-        self._forward: list[Any] = [self.model]  # what training calls; in a list, so that it is no second submodule
+        self._forward = Forward(self.model, captured=False)  # what training calls
         self._read_text: str | None = None  # fingerprint of what the lanes hold
 
     def training_step(self, batch: Batch | list[Batch], batch_idx: int) -> Tensor:
@@ -97,8 +86,7 @@ class TransformerXLModule(Showing):
         for index, part in enumerate(parts):
             out = self._read(part, state if index % reach else detach(state))
             assert out.losses_BT is not None
-            if not self.guard.skips:  # which judges the step as a whole
-                self._refuse_non_finite(out.losses_BT, chunk)
+            self.judge_losses(out.losses_BT, chunk)
             state, loss = out.state, loss + self._share_of_step(out, part)
         self.lanes.propose("train", state, parts[-1], chunk=chunk)
         self._note_memory(out, parts[-1], chunk)
@@ -145,6 +133,7 @@ class TransformerXLModule(Showing):
         return self.trainer.global_step > self._unstepped
 
     def on_after_backward(self) -> None:
+        self.hear_verdict()  # of the step before, while the device is busy with this one
         if self.lanes.is_whole("train"):  # else chunks of lanes are to come
             self.lanes.commit("train")
 
@@ -159,10 +148,11 @@ class TransformerXLModule(Showing):
             cure = "let the Trainer validate or take another schedule"
             raise ConfigError("optim.schedule", "plateau", "there is no validation whose loss it could watch", cure)
         self.lanes.seek(self.trainer.train_dataloader)
-        wanted = False if engine_of(self.trainer) is not None else self.config.trainer.compile
-        self._forward = [training_forward(self.model, wanted, kind=self.device.type)]
+        if engine_of(self.trainer) is None:
+            self._forward = training_forward(self.model, self.config.trainer, kind=self.device.type)
+        self.lanes.stay_in_place(self._forward.captured)
         self._unstepped = -1
-        self._sums.clear()
+        self.begin_judging()
         if self.trainer.global_rank > 0:  # else lanes of different ranks would share their dropout masks
             torch.manual_seed(torch.initial_seed() + self.trainer.global_rank)
         if self._resumed is not None:
@@ -171,6 +161,7 @@ class TransformerXLModule(Showing):
         self.clock.start()
 
     def on_train_end(self) -> None:
+        self.hear_verdict()
         self.clock.pause()
         self._ended = self._at_rest()  # a validation on several ranks seeds the generators anew
         if self.train_loss.update_called:  # steps since the last point of the curves
@@ -183,8 +174,9 @@ class TransformerXLModule(Showing):
             self.lanes.mark()
             self._border = self._at_rest()
             self._unstepped = self.trainer.global_step
-            # DeepSpeed's engine has done so by itself
-            if (self._accumulates or self.config.trainer.lane_chunks > 1) and engine_of(self.trainer) is None:
+            adds = self._accumulates or self.config.trainer.lane_chunks > 1
+            # DeepSpeed's engine has done so by itself; the graphs are about to overwrite what they gave last
+            if (adds and engine_of(self.trainer) is None) or self._forward.captured:
                 self.zero_grad()
         if self._accumulates:
             self._accumulate(batch if isinstance(batch, list) else [batch], batch_idx, begins=begins)
@@ -196,6 +188,8 @@ class TransformerXLModule(Showing):
         between, so that a checkpoint knows what is logged already.
         """
         if self.at_border:
+            if self._verdict is not None and (self.logs_now() or self._due_at(self.lanes.place())):
+                self.hear_verdict()
             self.lanes.unmark()
             self._note_norm_of_engine()
         if self.logs_now():
@@ -227,9 +221,10 @@ class TransformerXLModule(Showing):
         engine = engine_of(self.trainer)
         if engine is not None and (norm := engine.get_global_grad_norm()) is not None:
             self._grad_norm = torch.as_tensor(norm)
-            self._refuse_ruined_gradient()
+            self.judge_gradient(self._grad_norm)
 
     def on_validation_start(self) -> None:
+        self.hear_verdict()  # if training was stopped early
         self.clock.pause()
 
     def on_validation_end(self) -> None:
@@ -308,53 +303,11 @@ class TransformerXLModule(Showing):
             return
         limit = self.config.optim.clip or float("inf")
         self._grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
-        self._refuse_ruined_gradient()
-
-    def _refuse_ruined_gradient(self) -> None:
-        assert self._grad_norm is not None
-        # in fp16 the scaler skips such steps by itself
-        norm = torch.zeros(()) if self.trainer.precision == "16-mixed" else self._grad_norm
-        self._loss = self._loss_of_step()
-        why = self.guard.judge(loss=self._loss, grad_norm=norm)
-        if why is None:
-            return
-        if not self.guard.skips:
-            kind = Diverged if norm.isfinite() else NonFiniteLoss
-            raise kind(f"{why.removeprefix('the ')} at step {self.trainer.global_step}: {self._cure()}")
-        self.guard.leave_out(why, step=self.trainer.global_step)
-        self.left_out = True
-        for weight in self.parameters():
-            weight.grad = None  # optimizers pass over such weights
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """The optimizer step, unless the guard leaves it out: then nothing but the place in the text moves."""
-        before = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-        ]
-        self.left_out = False
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        if self.left_out:
-            self.lanes.roll_back()
-            for group, values in zip(optimizer.param_groups, before, strict=True):
-                for name in set(group) - {"params", *values}:
-                    del group[name]
-                group.update(values)  # some optimizers count steps here
-        else:
-            self.guard.accept(self._loss)
-            for nll, count in self._sums:
-                self.train_loss.update(nll, count)
-        self._sums.clear()
-
-    def _loss_of_step(self) -> float | None:
-        """Mean loss over all targets of the optimizer step, of all ranks; None if the guard has no use for it."""
-        if not self.guard.needs_loss:
-            return None
-        sums = torch.stack([torch.stack([nll.to(self.train_loss.wide), count]) for nll, count in self._sums]).sum(dim=0)
-        nll, count = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
-        return nll / count
+        self.judge_gradient(self._grad_norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Everything as at the border in front of the optimizer step under way. Every rank must come here."""
+        self.hear_verdict()
         marked = not self.at_border
         resting = self._border if marked else self._at_rest()
         position = self.lanes.place(marked=marked)
@@ -363,7 +316,9 @@ class TransformerXLModule(Showing):
             "lanes": self.lanes.state_dict(marked=marked, own_only=self._ranks_write_lanes(marked=marked)),
             "data_fingerprint": self._fingerprint(),
             "vocab": None if (data := self._data()) is None else data.vocab.to_dict(),
-            "ranks": self._of_all_ranks({name: resting[name] for name in ("rng", "train_loss")}),
+            "ranks": self._of_all_ranks(
+                {"rng": resting["rng"], "train_loss": [part.cpu() for part in resting["train_loss"]]}
+            ),
             "clock": resting["clock"],
             "divergence": resting["divergence"],
             "scores": self.scores,
@@ -458,7 +413,7 @@ class TransformerXLModule(Showing):
     def _read(self, batch: Batch, state: State, *, tables: Tables | None = None) -> ModelOutput:
         """Read one segment."""
         if tables is None and self.training:
-            return self._forward[0](batch.tokens_BT, state, batch.segment, batch.targets_BT)
+            return self._forward.read(batch.tokens_BT, state, batch.segment, batch.targets_BT)
         if tables is None:
             return self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT)
         # the state belongs to the evaluation's own lanes, and nobody asks for the one before
@@ -534,27 +489,6 @@ class TransformerXLModule(Showing):
         self.trainer.accumulate_grad_batches = self._window.batches_for_lightning(segment, batch_idx)
         if (engine := engine_of(self.trainer)) is not None:
             engine.set_gradient_accumulation_boundary(self._window.ends_with(segment))
-
-    def _refuse_non_finite(self, losses_BT: Tensor, chunk: Chunk) -> None:
-        bad_B = ~losses_BT.detach().isfinite().all(dim=1)
-        anyone = self.trainer.strategy.reduce(bad_B.any().float(), reduce_op="sum")
-        if not anyone:
-            return
-        everywhere = self.all_gather(bad_B).view(self.trainer.world_size, 1, -1)  # type: ignore[union-attr]
-        of_all = everywhere.new_zeros(len(everywhere), chunk.count, everywhere.shape[-1])
-        of_all[:, chunk.index] = everywhere[:, 0]
-        lanes = of_all.flatten().nonzero().flatten().tolist()
-        raise NonFiniteLoss(f"loss is not finite at step {self.trainer.global_step}, lanes {lanes}: {self._cure()}")
-
-    def _cure(self) -> str:
-        """What became of the weights, and what to change."""
-        sound = is_sound(self)
-        kept = "the weights before this step are saved" if sound else "the weights are ruined and not saved"
-        kept = kept if self.trainer.global_step else "no step was made, so nothing is saved"
-        optim, precision = self.config.optim, str(self.trainer.precision)
-        clip = f"lower optim.clip={optim.clip}" if optim.clip else "set optim.clip=0.25"
-        full = "" if precision.startswith("32") else f", use trainer.precision=32-true instead of {precision}"
-        return f"{kept}; lower optim.lr={optim.lr}, raise optim.warmup_steps={optim.warmup_steps}, {clip}{full}"
 
 
 class EndOfBatch(L.Callback):

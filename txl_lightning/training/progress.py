@@ -72,6 +72,13 @@ def at_border(*, epoch: int, batches: int, per_epoch: int, steps: int, validate:
     }
 
 
+def take_back_to(trainer: Any, *, steps: int) -> None:
+    """Let Lightning have made so many optimizer steps."""
+    loop = trainer.fit_loop.epoch_loop
+    loop.automatic_optimization.optim_progress.optimizer.step.total.completed = steps
+    loop._batches_that_stepped = steps
+
+
 def _counts(**counts: int) -> dict[str, int]:
     return counts
 
