@@ -1,15 +1,23 @@
-"""What only a GPU can tell about the backends of attention: are they right there, how fast, how much memory.
+"""What only a GPU can tell: is everything right there, how fast, how much memory.
 
-    python scripts/gpu_check.py --out check.json         all parts, within --budget seconds (default 440)
+    python scripts/gpu_check.py --out check.json         the default parts, within --budget seconds (default 440)
     python scripts/gpu_check.py --parts attention,tune   some of them
     python scripts/gpu_check.py --dry-run                tiny sizes on the CPU, the kernels in Triton's interpreter
 
-Parts: correctness (each backend against the terms written out in float64), attention (ms and peak MiB of forward and
-backward at six shapes, and the time of every kernel), training (tokens/s of four published models with memory), tune
-(how the kernels are best cut into tiles). What fails or finds no time left is reported and hides nothing else.
+Parts:
+    tests        `pytest -m gpu`: captured training and decoding against plain ones, no waiting for the device
+    correctness  each backend of attention against the terms written out in float64
+    attention    ms and peak MiB of forward and backward at six shapes, and the time of every kernel
+    training     `txl bench`: tokens/s of four published models with memory, captured, compiled, and as they are
+    reading      `txl bench`: evaluation and decoding of enwik8_base
+    overhead     `txl bench`: what the trainer adds to a step of enwik8_base
+    memories     `txl bench`: training and evaluation with every memory
+    tune         how the kernels are best cut into tiles
+What fails or finds no time left is reported and hides nothing else.
 
-Needs torch with Triton, PyYAML, huggingface_hub and safetensors; neither DeepSpeed, Hydra, OmegaConf nor Lightning.
-Exit code: 1 where a backend is wrong, else 0.
+correctness, attention and tune need torch with Triton, huggingface_hub and safetensors only; what is measured with
+`txl bench` also Hydra and Lightning, tests pytest; nothing needs DeepSpeed.
+Exit code: 1 where a comparison is wrong, else 0.
 """
 
 from __future__ import annotations
@@ -20,6 +28,7 @@ import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -34,17 +43,14 @@ if "--dry-run" in sys.argv:
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic algorithms ask of cuBLAS
 
 import torch  # noqa: E402
-import yaml  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from txl_lightning.config import Config, DataConfig, ModelConfig  # noqa: E402
-from txl_lightning.memory.cache import CacheConfig  # noqa: E402
+from txl_lightning.config import ModelConfig  # noqa: E402
 from txl_lightning.model.attention import Attention  # noqa: E402
 from txl_lightning.model.positions import Biases, Mask, Reading, distance_table  # noqa: E402
-from txl_lightning.model.transformer import TransformerXL  # noqa: E402
-from txl_lightning.types import MASKED, detach  # noqa: E402
+from txl_lightning.types import MASKED  # noqa: E402
 
-PARTS = ("correctness", "attention", "training", "tune")
+PARTS = ("tests", "correctness", "attention", "training", "reading", "overhead", "memories", "tune")
 WAYS = ("triton", "triton in order", "compiled", "shift")  # in order: the table's gradient summed deterministically
 
 
@@ -69,7 +75,19 @@ SIX = (
 ODD = (Shape(3, 2, 1, 0, 64), Shape(3, 2, 63, 17, 41), Shape(2, 3, 130, 257, 96), Shape(2, 2, 40, 33, 128))
 TINY = (Shape(1, 1, 5, 7, 4),)
 VARIANTS = ("plain", "learned bias", "same_length", "documents", "any ages")
-TRAINING = {"wt103_base": 60, "nvidia_wt103_base": 64, "enwik8_base": 22, "wt103_large": 16}  # experiment to lanes
+TRAINING = {"enwik8_base": 22, "nvidia_wt103_base": 64, "wt103_base": 60, "wt103_large": 16}  # experiment to lanes
+MODES = {"captured": "trainer.compile=auto", "as it is": "trainer.compile=false"}
+ENWIK8 = ("experiment=enwik8_base", "eval.batch_size=1", "trainer.precision=bf16-mixed")
+READING = {
+    "segments of 128, and decoding": ["what=evaluation,decoding", "lengths=[800,3800]", "eval.segment_len=128"],
+    "segments as long as memory": ["what=evaluation", "lengths=[3800]", "eval.segment_len=3800"],
+}
+MEMORIES = "none,cache,window,compressive,expire,tokens,associative,associative_tokens,block_recurrent,knn,titans,mix"
+SMALL = (
+    "model.n_layer=1 model.d_model=16 model.n_head=2 model.d_head=8 model.d_inner=16 model.vocab_size=40 "
+    "model.cutoffs=[] data.segment_len=8 data.batch_size=2 memory.mem_len=8 trainer.precision=32-true "
+    "trainer.accelerator=cpu rounds=1"
+).split()
 
 
 class Case(NamedTuple):
@@ -96,7 +114,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     """What was typed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="correctness,attention,training", help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--parts", default="tests,correctness,attention,reading", help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--budget", type=float, default=440.0, help="seconds for all parts together")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--shapes", default="", help="indices of the six shapes, or sizes like 8x8x128x1024x32")
@@ -245,35 +263,59 @@ class Check:
         self.found["tune"].append(row)
         print(f"{tuple(shape)!s:26} {tuple(tiles)!s:14} {row['ms']:9.3f} ms {row.get('kernels_us', '')}", flush=True)
 
-    # ---- speed of training
+    # ---- what `txl bench` measures
 
     def training(self) -> None:
-        """Tokens per second of whole training steps, first with layers run as they are, then compiled."""
-        kinds = [(way, False) for way in self.options.ways if way in ("triton", "compiled")]
-        kinds += [] if self.options.dry_run else [("triton", True)]
-        for way, whole in kinds:
-            for name, lanes in list(TRAINING.items())[: 1 if self.options.dry_run else None]:
-                label = f"training {name} {way}{', layers compiled' if whole else ''}"
-                work = lambda n=name, b=lanes, w=way, c=whole, t=label: self._trained(n, b, w, c, t)  # noqa: E731
-                self.attempt(label, work, needs=25.0)
+        """Tokens per second of whole training steps of four models."""
+        for name, lanes in list(TRAINING.items())[: 1 if self.options.dry_run else None]:
+            for mode, key in MODES.items():
+                keys = [f"experiment={name}", f"data.batch_size={lanes}", "trainer.precision=bf16-mixed", key]
+                self._bench("training", f"{name}, {mode}", [*keys, "what=training"], needs=60.0)
 
-    def _trained(self, name: str, lanes: int, way: str, whole: bool, label: str) -> None:
-        config = model_config(name, lanes, way, dry=self.options.dry_run)
-        torch.manual_seed(0)
-        model = TransformerXL(config).to(self.device).train()
-        if whole:
-            for layer in model.layers:
-                layer.compile()
-        rounds = 2 if self.options.dry_run else 12
-        speeds, peak = train(model, config, self.device, rounds=rounds)
-        row = {
-            "model": name,
-            "way": way,
-            "layers_compiled": whole,
-            "tokens_per_s": statistics.median(speeds[rounds // 2 :]),
-        }
-        self.found["training"].append({**row, "peak_gb": peak, "all": speeds})
-        print(f"{label:60} {row['tokens_per_s']:12,.0f} tokens/s {peak:7.1f} GB", flush=True)
+    def reading(self) -> None:
+        """Tokens per second of evaluation, segment by segment and layer by layer, and of decoding."""
+        for name, keys in READING.items():
+            self._bench("reading", name, [*ENWIK8, *keys], needs=40.0)
+
+    def overhead(self) -> None:
+        """What the trainer adds to a bare loop, as a share of a step."""
+        self._bench("overhead", "enwik8_base", [*ENWIK8, "what=overhead"], needs=60.0)
+
+    def memories(self) -> None:
+        """Every memory with the default model, as it is: a compilation of each would take minutes."""
+        names = "none,cache" if self.options.dry_run else MEMORIES
+        keys = [f"memory={names}", "what=training,evaluation", "trainer.compile=false"]
+        self._bench("memories", "the default model", keys, needs=60.0)
+
+    def _bench(self, part: str, name: str, keys: list[str], *, needs: float) -> None:
+        self.attempt(f"{part} {name}", lambda: self._benched(part, name, keys), needs=needs)
+
+    def _benched(self, part: str, name: str, keys: list[str]) -> None:
+        from txl_lightning.cli import main as txl
+
+        if self.options.dry_run:
+            small = [key for key in SMALL if part != "memories" or not key.startswith("memory")]
+            names = [key.partition("=")[0] for key in small]
+            keys = [key.replace("[800,3800]", "[16]").replace("3800", "16") for key in keys]
+            keys = [key for key in keys if key.partition("=")[0] not in names] + small
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "bench.json"
+            code = txl(["bench", *keys, f"out={out}"])
+            if code:
+                raise RuntimeError(f"txl bench {' '.join(keys)} ended with {code}")
+            self.found[part].append({"name": name, "keys": keys, **json.loads(out.read_text())})
+
+    def tests(self) -> None:
+        """The tests that need a GPU; without one they are only collected."""
+        import pytest
+
+        more = ["--collect-only"] if self.options.dry_run else []
+        code = pytest.main(
+            ["-m", "gpu", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *more, str(ROOT / "tests")]
+        )
+        right = code == pytest.ExitCode.OK
+        self.found["correctness"].append({"at": "pytest -m gpu", "right": right})
+        self.found["tests"].append({"exit_code": int(code)})
 
     def report(self) -> None:
         """What failed, and everything as JSON."""
@@ -466,52 +508,6 @@ def kernel_times(step: Callable[[], object]) -> dict[str, float]:
     found = {event.key: event.device_time_total / 3 for event in seen.key_averages()}
     ours = {name: value for name, value in found.items() if name.endswith("_kernel") and "at::" not in name}
     return {**ours, "all": sum(found.values())}
-
-
-# ---- training
-
-
-def model_config(name: str, lanes: int, way: str, *, dry: bool) -> Config:
-    """Of a published experiment, with other lanes."""
-    keys = yaml.safe_load((ROOT / "configs" / "experiment" / f"{name}.yaml").read_text())
-    model = {key: tuple(value) if isinstance(value, list) else value for key, value in keys["model"].items()}
-    tokens, memory = keys["data"]["segment_len"], keys["memory"]["mem_len"]
-    if dry:
-        small = {"n_layer": 1, "d_model": 8, "n_head": 1, "d_head": 4, "d_inner": 8, "vocab_size": 40, "cutoffs": (9,)}
-        model |= {**small, "tie_projs": (), "attention": way}
-        lanes, tokens, memory = 1, 5, 5
-    return Config(
-        model=ModelConfig(**{**model, "attention": way}),
-        memory=CacheConfig(mem_len=memory),
-        data=DataConfig(segment_len=tokens, batch_size=lanes),
-    )
-
-
-def train(model: TransformerXL, config: Config, device: torch.device, *, rounds: int) -> tuple[list[float], float]:
-    """Tokens/s of each round of steps, and the highest GB in use; Adam, bf16 autocast, memory full at once."""
-    lanes, tokens, vocab = config.data.batch_size, config.data.segment_len, config.model.vocab_size
-    steps = 1 if rounds < 5 else 3
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-    rank = torch.arange(1, vocab + 1, dtype=torch.float64)
-    text = torch.multinomial(1 / rank, lanes * (tokens + 1), replacement=True).view(lanes, -1).to(device)
-    state, speeds = model.init_state(lanes, device=device, dtype=torch.bfloat16), []
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(steps):
-            with torch.autocast(device.type, torch.bfloat16):
-                out = model(text[:, :-1], state, None, text[:, 1:])
-            assert out.losses_BT is not None
-            loss = out.losses_BT.mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            state = detach(out.state)
-        if not math.isfinite(loss.item()):  # waits for the device too
-            raise ArithmeticError(f"the loss is {loss.item()}")
-        speeds.append(steps * lanes * tokens / (time.perf_counter() - start))
-    return speeds, torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else math.nan
 
 
 # ---- the machine

@@ -15,6 +15,9 @@ from txl_lightning.comparison import peak
 LEAST_SECONDS = 0.2
 """A repeat is made of as many calls as take about so long."""
 
+WARM = {"cuda": 4}
+"""Calls before anything is timed, one where nothing is said: a captured graph is compiled, tried and recorded first."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -90,7 +93,7 @@ def interleave(tasks: Sequence[Task], *, rounds: int, kind: str, clock: str = "w
     """
     found = [Timing(task=task) for task in tasks]
     for timing in found:
-        _timed(timing.task, timing.task.group, kind, clock)
+        _timed(timing.task, timing.task.group * WARM.get(kind, 1), kind, clock)
         timing.peak_bytes = _peak_of(timing.task, kind)
         once = _timed(timing.task, timing.task.group, kind, clock)
         timing.calls = timing.task.group * max(1, round(LEAST_SECONDS / once))

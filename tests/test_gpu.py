@@ -1,0 +1,66 @@
+"""What only a GPU can show of training: captured steps are training, and nothing waits for the device in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+
+from tests.test_late import OBSERVERS
+from tests.test_resume import config_of, saved, train, unequal
+from txl_lightning.training.module import EndOfBatch
+
+pytestmark = pytest.mark.gpu
+CUDA = ["trainer.accelerator=cuda", "trainer.val_check_interval=7"]
+
+
+@pytest.mark.parametrize("memory", ["cache", "compressive", "tokens", "knn"])
+def test_captured_steps_train_as_plain_ones(memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [*CUDA, f"memory={memory}", "model.dropout=0", "model.dropatt=0"]
+    found = [train(config_of(tmp_path, how, *keys, f"trainer.compile={how}"), monkeypatch) for how in ("false", "auto")]
+    assert not found[0][1].module._forward.captured and found[1][1].module._forward.captured
+    torch.testing.assert_close(torch.tensor(found[1][0]), torch.tensor(found[0][0]), rtol=1e-3, atol=1e-4)
+
+
+def test_captured_training_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout: the generators go on where they were."""
+    train(config_of(tmp_path, "whole", *CUDA), monkeypatch)
+    train(config_of(tmp_path, "parts", *CUDA, "trainer.stop_at_step=9"), monkeypatch)
+    train(config_of(tmp_path, "parts", *CUDA), monkeypatch, resume=True)
+    whole, parts = saved(tmp_path / "whole"), saved(tmp_path / "parts")
+    assert unequal(whole["txl_lightning"]["ranks"][0]["rng"], parts["txl_lightning"]["ranks"][0]["rng"]) == []
+    for one, other in zip(whole["state_dict"].values(), parts["state_dict"].values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+class Refusing(L.Callback):
+    """Lets torch refuse whatever waits for the device, in steps between two points of the curves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps = 0
+        original = EndOfBatch.on_train_batch_end
+
+        def last(own: Any, *rest: Any) -> None:
+            original(own, *rest)
+            torch.cuda.set_sync_debug_mode("default")
+
+        monkeypatch.setattr(EndOfBatch, "on_train_batch_end", last)
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step > 4 and module.next_point() is None:
+            self.steps += 1
+            torch.cuda.set_sync_debug_mode("error")
+
+
+@pytest.mark.parametrize("how", ["auto", "false"])
+def test_no_step_between_two_points_waits(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ["trainer.accelerator=cuda", "trainer.val_check_interval=1000", f"callbacks=[{OBSERVERS}]"]
+    watched = Refusing(monkeypatch)
+    try:
+        train(config_of(tmp_path, "run", *keys, f"trainer.compile={how}"), monkeypatch, watched)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert watched.steps >= 9
