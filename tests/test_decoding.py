@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.tiny import tiny_config
 from txl_lightning import TransformerXL
 from txl_lightning.config import Config
 from txl_lightning.generation import Session
 from txl_lightning.memory.base import keep_last
-from txl_lightning.model import decoding
 from txl_lightning.model.tables import Tables
 from txl_lightning.types import Segment
 
@@ -121,38 +119,6 @@ def test_last_rows_are_the_same_however_they_are_copied(n_token: int) -> None:
             expected = keep_last(old, new, lengths)
         with torch.no_grad():
             assert torch.equal(keep_last(old, new, lengths), expected)
-
-
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_a_step_can_be_captured(lanes: int, base: dict[str, Any], monkeypatch: Any) -> None:
-    """A recorded step, replayed over three segments and their writes: what it reads stays where it is. A CUDA graph
-    replays the same way; it is not made here."""
-    monkeypatch.setattr(decoding, "may_look", lambda mask: False)
-    model, active = built(base), torch.ones(lanes, dtype=torch.bool)
-    tokens = torch.randint(257, (3 * T + 1, lanes))
-
-    def read_all(advance: Any) -> list[torch.Tensor]:
-        state = model.init_state(lanes, form="projected")
-        partial, found = model.begin(state, segment_len=T), []
-        for index, token_B in enumerate(tokens):
-            monkeypatch.setattr(decoding, "advance", advance(partial) if index else plain)
-            hidden, state = model.step(token_B, state, partial)
-            found.append(hidden)
-        return found
-
-    def record(partial: decoding.Partial) -> Any:
-        if not recorded:
-            place = partial.place_B.clone()
-            step = make_fx(lambda token_B: plain(model, token_B, partial, active_B=active), _allow_non_fake_inputs=True)
-            recorded.append(step(tokens[0]))  # it ran once, where the next token will stand
-            partial.place_B.copy_(place)
-        return lambda model, token_B, partial, *, active_B: recorded[0](token_B)
-
-    plain, recorded = decoding.advance, []
-    with torch.no_grad():
-        replayed, expected = read_all(record), read_all(lambda partial: plain)
-    for found, known in zip(replayed, expected, strict=True):
-        torch.testing.assert_close(found, known, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("new", [True, False])

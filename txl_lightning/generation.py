@@ -13,7 +13,7 @@ from torch import Tensor
 from txl_lightning.build import document_end
 from txl_lightning.data.vocab import Vocab, from_dict
 from txl_lightning.model import decoding
-from txl_lightning.model.partial import Partial
+from txl_lightning.model.partial import Partial, sent
 from txl_lightning.model.tables import Tables
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.sampling import Choice, SamplingRule, cut, has_stopped
@@ -43,6 +43,7 @@ class Session:
         separator: the id that ends a document, for memory.reset=document; the vocabulary's by default.
         lanes: how many texts are read side by side.
         vocab: turns text into tokens; what the model was saved with by default.
+        capture: whether a token is read by a recorded graph; None: on CUDA (`TransformerXL.begin`).
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Session:
         separator: int | None = None,
         lanes: int = 1,
         vocab: Vocab | None = None,
+        capture: bool | None = None,
     ) -> None:
         self.reset = model.run_config.memory.reset
         self.vocab = from_dict(dict(model.vocab)) if vocab is None and model.vocab is not None else vocab
@@ -62,7 +64,7 @@ class Session:
             raise ValueError("memory.reset=document needs the separator: the id that ends a document")
         self.model, self.separator, self.lanes = model, separator, lanes
         self.segment_len = segment_len if segment_len is not None else model.run_config.data.segment_len
-        self.tables = Tables()
+        self.tables, self.capture = Tables(), capture
         self.restart()
 
     def restart(self) -> None:
@@ -76,7 +78,11 @@ class Session:
         self.partial: Partial | None = None  # buffers of the segments under way
         if decoding.steppable(self.model, documents=self.reset == "document"):
             self.partial = self.model.begin(
-                self.state, segment_len=self.segment_len, tables=self.tables, reset=self.reset
+                self.state,
+                segment_len=self.segment_len,
+                tables=self.tables,
+                reset=self.reset,
+                capture=self.capture,
             )
 
     @property
@@ -109,25 +115,35 @@ class Session:
     def _feed(self, rest: list[list[int]], found: list[list[float]] | None = None) -> None:
         while any(rest):
             new = [tokens[: self.segment_len - len(read)] for tokens, read in zip(rest, self.pending, strict=True)]
-            one_by_one = self.partial is not None and max(map(len, new)) == 1
-            hidden_BTD = self._step(new)[:, None] if one_by_one else self._read(new)
-            first = [0 if one_by_one else len(read) for read in self.pending]  # where the new tokens are in it
-            if found is not None:
-                self._judge(new, hidden_BTD, first, found)
-            last = [max(start + len(tokens) - 1, 0) for start, tokens in zip(first, new, strict=True)]
-            hidden_BD = hidden_BTD[torch.arange(self.lanes), torch.tensor(last)]
-            self._take(new, self.model.log_probs(hidden_BD[:, None])[:, 0])
+            if self.partial is not None and max(map(len, new)) == 1:
+                log_probs_BV = self._step(new)
+                self._judge(new, found)
+            else:
+                log_probs_BV = self._read_on(new, found)
+            self._take(new, log_probs_BV)
             rest = [tokens[len(taken) :] for tokens, taken in zip(rest, new, strict=True)]
 
-    def _judge(self, new: list[list[int]], hidden_BTD: Tensor, first: list[int], found: list[list[float]]) -> None:
-        """Add the log-probabilities of new tokens, whose hidden states begin at `first`."""
+    def _read_on(self, new: list[list[int]], found: list[list[float]] | None) -> Tensor:
+        """(B, V) log-probabilities after the new tokens; judges them."""
+        hidden_BTD, first = self._read(new), [len(read) for read in self.pending]
+        self._judge(new, found)
         for lane, tokens in enumerate(new):
-            if tokens and self.log_probs_BV is not None and self.n_read[lane]:
-                found[lane].append(float(self.log_probs_BV[lane, tokens[0]]))
-            if len(tokens) > 1:
+            if found is not None and len(tokens) > 1:
                 before = hidden_BTD[lane : lane + 1, first[lane] : first[lane] + len(tokens) - 1]
-                targets = torch.tensor([tokens[1:]], device=before.device)
-                found[lane] += (-self.model.softmax.losses(before, targets))[0].tolist()
+                losses = self.model.softmax.losses(before, sent([tokens[1:]], before.device))
+                found[lane] += (-losses)[0].tolist()
+        last = [max(start + len(tokens) - 1, 0) for start, tokens in zip(first, new, strict=True)]
+        index = sent(last, hidden_BTD.device)[:, None, None].expand(-1, 1, hidden_BTD.shape[2])
+        return self.model.log_probs(hidden_BTD.gather(1, index))[:, 0]
+
+    def _judge(self, new: list[list[int]], found: list[list[float]] | None) -> None:
+        """Add the log-probabilities of the first of the new tokens."""
+        if found is None or self.log_probs_BV is None:
+            return
+        known = self.log_probs_BV.gather(1, sent([[tokens[0] if tokens else 0] for tokens in new], self.model.device))
+        for lane, log_prob in enumerate(known[:, 0].tolist()):
+            if new[lane] and self.n_read[lane]:
+                found[lane].append(log_prob)
 
     @overload
     def sample(self, n_token: int, *, rule: SamplingRule, generator: torch.Generator) -> Iterator[int]: ...
@@ -206,13 +222,10 @@ class Session:
         for _ in range(n_token):
             if all(over):
                 return
-            scores_BV = self.log_probs_BV.cpu()  # one copy for all lanes
-            tokens = [
-                rule.choose(scores, generator, recent=list(self.recent[lane]) if rule.repetition_penalty != 1 else ())
-                for lane, (scores, generator) in enumerate(zip(scores_BV, generators, strict=True))
-            ]
-            self._feed([[] if ended else [token] for token, ended in zip(tokens, over, strict=True)])
-            yield [Choice(token, float(scores[token])) for token, scores in zip(tokens, scores_BV, strict=True)]
+            recent = self.recent if rule.repetition_penalty != 1 else [()] * self.lanes
+            choices = rule.choose_all(self.log_probs_BV, generators, recent=recent)
+            self._feed([[] if ended else [choice.token] for choice, ended in zip(choices, over, strict=True)])
+            yield choices
 
     def stand(self) -> dict[str, Any]:
         """All that later text depends on, in plain containers and tensors: what `take_up` goes on from.
@@ -280,19 +293,21 @@ class Session:
         return [int(token) for token in self.vocab.encode(entry)]
 
     def _step(self, new: list[list[int]]) -> Tensor:
-        """(B, D) hidden states after one more token of the lanes that have one."""
+        """(B, V) log-probabilities after one more token of the lanes that have one."""
         assert self.partial is not None
-        tokens = torch.tensor([tokens[0] if tokens else 0 for tokens in new], device=self.model.device)
+        tokens = sent([tokens[0] if tokens else 0 for tokens in new], self.model.device)
         active, starts = [bool(tokens) for tokens in new], [self._begins(lane) for lane in range(self.lanes)]
-        hidden_BD, self.state = self.model.step(tokens, self.state, self.partial, active=active, starts=starts)
-        return hidden_BD
+        log_probs_BV, self.state = self.model.step(
+            tokens, self.state, self.partial, active=active, starts=starts, log_probs=True
+        )
+        return log_probs_BV
 
     def _read(self, new: list[list[int]]) -> Tensor:
         """(B, T, D) hidden states of the segments under way, read from their beginning to the new tokens."""
         rows = [read + tokens if tokens else [] for read, tokens in zip(self.pending, new, strict=True)]
         length = [len(row) for row in rows]
         width = self.segment_len if self.model.needs_whole_segments else max(length)
-        tokens_BT = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.model.device)
+        tokens_BT = sent([row + [0] * (width - len(row)) for row in rows], self.model.device)
         segment = self._segment(tokens_BT, length)
         full = [count == self.segment_len for count in length]
         if self.partial is not None and not all(full):
@@ -308,8 +323,8 @@ class Session:
 
     def _take(self, new: list[list[int]], log_probs_BV: Tensor) -> None:
         """Remember what was read, and what may come next."""
-        if self.log_probs_BV is not None:
-            moved = torch.tensor([bool(tokens) for tokens in new], device=log_probs_BV.device)
+        if self.log_probs_BV is not None and not all(new):
+            moved = sent([bool(tokens) for tokens in new], log_probs_BV.device)
             log_probs_BV = lane_where(moved, log_probs_BV, self.log_probs_BV)
         self.log_probs_BV = log_probs_BV
         for lane, tokens in enumerate(new):
@@ -326,13 +341,13 @@ class Session:
 
     def _segment(self, tokens_BT: Tensor, length: list[int]) -> Segment:
         """Length, reset and documents, as `data.lanes` gives them."""
-        segment = Segment.full(tokens_BT)._replace(length=torch.tensor(length, device=tokens_BT.device))
+        segment = Segment.full(tokens_BT)._replace(length=sent(length, tokens_BT.device))
         if self.reset == "segment":
             return segment._replace(reset=torch.ones_like(segment.reset))
         if self.reset == "document":  # one begins behind each separator
             ended = tokens_BT.roll(1, dims=1).eq(self.separator)  # type: ignore[arg-type]
             ended[:, 0] = False
-            reset = torch.tensor([before == self.separator for before in self.before], device=tokens_BT.device)
+            reset = sent([before == self.separator for before in self.before], tokens_BT.device)
             return segment._replace(reset=reset, document=ended.cumsum(dim=1))
         return segment
 

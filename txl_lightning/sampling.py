@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from txl_lightning.data.vocab import Vocab
+from txl_lightning.model.partial import sent
 
 
 class Choice(NamedTuple):
@@ -44,37 +45,73 @@ class SamplingRule:
         self.repetition_penalty, self.repetition_window = repetition_penalty, repetition_window
 
     def choose(self, log_probs_V: Tensor, generator: torch.Generator, *, recent: Sequence[int] = ()) -> int:
-        """One token.
+        """One token of one lane, as `choose_all`."""
+        return self.choose_all(log_probs_V[None], [generator], recent=[recent])[0].token
+
+    def choose_all(
+        self, log_probs_BV: Tensor, generators: Sequence[torch.Generator], *, recent: Sequence[Sequence[int]]
+    ) -> list[Choice]:
+        """One token of each lane: the first whose share and those before it pass a number drawn from 0 to 1.
+
+        On a GPU it is waited for once, when the tokens are told.
 
         Args:
-            log_probs_V: of every token.
-            generator: what chance is drawn from.
+            log_probs_BV: of every token.
+            generators: each lane's, on the CPU: what chance is drawn from.
             recent: the tokens before, the latest last.
         """
-        scores_V = self.penalised(log_probs_V.cpu().double(), recent)  # in this order: mps has no float64
+        at = log_probs_BV if stays(log_probs_BV) else log_probs_BV.cpu()
+        scores_BV = self._all_penalised(at.double(), recent)  # in this order: mps has no float64
         if self.temperature == 0:
-            return int(scores_V.argmax())
-        probability = self.keep(scores_V / self.temperature).softmax(dim=-1)
-        return int(torch.multinomial(probability, 1, generator=generator))
+            token_B1 = scores_BV.argmax(dim=-1, keepdim=True)
+        else:
+            drawn = [[float(torch.rand((), generator=generator, dtype=torch.float64))] for generator in generators]
+            share_BV = self.keep(scores_BV / self.temperature).softmax(dim=-1)
+            token_B1 = drawn_from(share_BV, sent(drawn, at.device, dtype=torch.float64))
+        told = torch.cat([token_B1.double(), at.gather(1, token_B1).double()], dim=1)
+        return [Choice(int(token), log_prob) for token, log_prob in told.tolist()]
+
+    def _all_penalised(self, scores_BV: Tensor, recent: Sequence[Sequence[int]]) -> Tensor:
+        if self.repetition_penalty == 1:
+            return scores_BV
+        rows = zip(scores_BV, recent, strict=True)
+        return torch.stack([self.penalised(scores_V, tokens) for scores_V, tokens in rows])
 
     def penalised(self, log_probs_V: Tensor, recent: Sequence[int]) -> Tensor:
         """The log-probabilities with those of recent tokens made smaller."""
-        seen = sorted(set(recent[-self.repetition_window :]))
+        seen = sorted(set(list(recent)[-self.repetition_window :]))
         if self.repetition_penalty == 1 or not seen:
             return log_probs_V
-        index = torch.tensor(seen)
+        index = sent(seen, log_probs_V.device)
         return log_probs_V.index_copy(0, index, log_probs_V[index] * self.repetition_penalty)
 
-    def keep(self, scores_V: Tensor) -> Tensor:
+    def keep(self, scores: Tensor) -> Tensor:
         """The scores with -inf for tokens that are out."""
-        if 0 < self.top_k < len(scores_V):
-            least = scores_V.topk(self.top_k).values[-1]
-            scores_V = scores_V.masked_fill(scores_V < least, float("-inf"))
+        if 0 < self.top_k < scores.shape[-1]:
+            least = scores.topk(self.top_k, dim=-1).values[..., -1:]
+            scores = scores.masked_fill(scores < least, float("-inf"))
         if self.top_p < 1:
-            ordered, index = scores_V.sort(descending=True)
-            before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
-            scores_V = scores_V.index_fill(0, index[before >= self.top_p], float("-inf"))
-        return scores_V
+            ordered, index = scores.sort(descending=True, dim=-1)
+            shares = ordered.softmax(dim=-1)
+            out = shares.cumsum(dim=-1) - shares >= self.top_p
+            scores = torch.empty_like(scores).scatter(-1, index, ordered.masked_fill(out, float("-inf")))
+        return scores
+
+
+def stays(log_probs: Tensor) -> bool:
+    """Whether tokens are chosen where the log-probabilities are: on CUDA, unless torch refuses running sums there."""
+    return log_probs.is_cuda and not torch.are_deterministic_algorithms_enabled()
+
+
+def drawn_from(share_BV: Tensor, drawn_B1: Tensor) -> Tensor:
+    """(B, 1) int64: in each lane the first token up to which the shares add up to more than a number from 0 to 1.
+
+    So token v is found with probability share_v, and never one whose share is 0.
+    """
+    sums = share_BV.cumsum(dim=-1)
+    whole = sums[:, -1:]
+    wanted = torch.minimum(drawn_B1 * whole, whole.nextafter(torch.zeros_like(whole)))
+    return torch.searchsorted(sums, wanted, right=True)
 
 
 def cut(text: str, stops: Sequence[str]) -> str:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from txl_lightning.memory.base import may_look
 from txl_lightning.model.block import Block, Layout, Read, substate
+from txl_lightning.model.capture import Graphs, recorder_for
 from txl_lightning.model.inference import gathered
-from txl_lightning.model.partial import KEPT, LayerBuffers, Partial, make_buffers, offer_of, plain_layout, put
+from txl_lightning.model.partial import KEPT, LayerBuffers, Partial, make_buffers, offer_of, plain_layout, put, sent
 from txl_lightning.model.positions import Biases, RotaryPosition
 from txl_lightning.model.tables import Tables
 from txl_lightning.types import MASKED, Segment, Slots, State, Tap, lane_where
@@ -60,7 +61,9 @@ def _fresh_slots(model: TransformerXL) -> list[Slots]:
     return found
 
 
-def begin(model: TransformerXL, state: State, *, segment_len: int, tables: Tables, reset: str) -> Partial:
+def begin(
+    model: TransformerXL, state: State, *, segment_len: int, tables: Tables, reset: str, capture: bool | None
+) -> Partial:
     """As `TransformerXL.begin`."""
     assert not model.training, "tokens are read one by one in evaluation mode only"
     if not steppable(model, documents=reset == "document"):
@@ -78,6 +81,7 @@ def begin(model: TransformerXL, state: State, *, segment_len: int, tables: Table
         reset=reset,
         count=[0] * batch,
         unread=[True] * batch,
+        graphs=Graphs(recorder_for(model.device, wanted=capture)),
     )
 
 
@@ -89,23 +93,46 @@ def step(
     *,
     active: Sequence[bool] | None,
     starts: Sequence[bool] | None,
+    log_probs: bool,
 ) -> tuple[Tensor, State]:
     """As `TransformerXL.step`."""
     active = active if active is not None else [True] * len(partial.count)
     starts = starts if starts is not None else [False] * len(partial.count)
     load(model, state, partial, starts, lanes=active)
-    partial.receive(token_B, partial.mask(starts))
+    given = (token_B, partial.mask(starts), partial.mask(active))
     first = [on and not count for on, count in zip(active, partial.count, strict=True)]
     if partial.n_prefix and any(first):  # the memory tokens before a segment are read before its first token
+        partial.receive(*given[:2])
         segment = partial.segment(partial.mask(first).long())
         read(model, partial.tokens_BT[:, :1], state, segment, partial, full=[False] * len(first))
-    hidden_BD = advance(model, token_B, partial, active_B=partial.mask(active))
+    found = _next(model, partial, given, log_probs=log_probs)
     partial.count = [count + on for count, on in zip(partial.count, active, strict=True)]
     full = [count == partial.segment_len for count in partial.count]
     if any(full):
         state = write(model, state, partial, full_B=partial.mask(full))
         partial.restart(full)
-    return hidden_BD, state
+    return found, state
+
+
+def _next(model: TransformerXL, partial: Partial, given: tuple[Tensor, Tensor, Tensor], *, log_probs: bool) -> Tensor:
+    """What one more token gives, by a recorded graph where there is one.
+
+    Args:
+        given: (B,) each: the tokens, whether a document begins with them, and whether they are read.
+        log_probs: as in `TransformerXL.step`.
+    """
+
+    def read_on(token_B: Tensor, starts_B: Tensor, active_B: Tensor, place: int | None = None) -> Tensor:
+        partial.receive(token_B, starts_B)
+        hidden_BD = advance(model, token_B, partial, active_B=active_B, place=place)
+        return model.log_probs(hidden_BD[:, None])[:, 0] if log_probs else hidden_BD
+
+    nobody = partial.mask([False] * len(partial.count))  # what inactive lanes write, their next token writes over
+    found = partial.graphs.run(model, log_probs, read_on, given, idle=(given[0], nobody, nobody))
+    if found is not None:
+        return found
+    alike = may_look(given[0]) and len(set(partial.count)) == 1
+    return read_on(*given, place=partial.count[0] + partial.n_prefix if alike else None)
 
 
 def load(
@@ -133,23 +160,27 @@ def load(
     for index, layer in enumerate(model.blocks()):
         _, states = layer.states_of(substate(state, f"layers.{index}"), segment)
         offer = offer_of(layer, states, segment, x_BTD)
+        own = table.for_slots(offer.age.shape[1] if offer.contiguous else layer.oldest, n_own)
+        own = partial.tables.projected(layer.attention.position, own)
         if len(partial.layers) <= index:
-            own = table.for_slots(offer.age.shape[1] if offer.contiguous else layer.oldest, n_own)
-            own = partial.tables.projected(layer.attention.position, own)
             partial.layers.append(make_buffers(layer, offer, states, own, x_BTD, n_own))
+        elif not own.same_place(partial.layers[index].table):  # other weights projected it
+            partial.layers[index].table = own
+            partial.graphs.drop()
         partial.layers[index].take(layer, states, offer, unread_B)
     partial.unread = [unread and not on for unread, on in zip(partial.unread, lanes, strict=True)]
 
 
-def advance(model: TransformerXL, token_B: Tensor, partial: Partial, *, active_B: Tensor) -> Tensor:
+def advance(model: TransformerXL, token_B: Tensor, partial: Partial, *, active_B: Tensor, place: int | None) -> Tensor:
     """(B, D) hidden states of one more token of each lane, which `receive` has put in its place.
 
     Everything it reads and changes stays where it is from one call to the next, and nothing waits for the device, so
-    it can be captured as a graph.
+    with `place` None it can be captured as a graph.
+
+    Args:
+        place: that of all lanes among their own keys, memory tokens' among them; None: shapes must not depend on it.
     """
-    now = Moment(model, partial, active_B)
-    if may_look(token_B) and len(set(partial.count)) == 1:
-        now.place = partial.count[0] + partial.n_prefix
+    now = Moment(model, partial, active_B, place)
     x = model.embedding(token_B[:, None])
     for layer, buffers in zip(model.blocks(), partial.layers, strict=True):
         x = _step_layer(layer, x, buffers, now, model.shared_biases)
@@ -196,7 +227,7 @@ def read(
         (B, T, D) hidden states for `log_probs`, and the memory.
     """
     tables = tables if partial is None else partial.tables
-    full_B = torch.tensor(full, device=tokens_BT.device)
+    full_B = sent(full, tokens_BT.device)
     if model.config.architecture != "transformer":
         out = model(tokens_BT, state, segment)
         return out.hidden_BTD, {name: lane_where(full_B, out.state[name], part) for name, part in state.items()}
@@ -237,7 +268,7 @@ def _fill(layer: Block, buffers: LayerBuffers, made: Read, layout: Layout, *, la
 class Moment:
     """What is the same for all layers at one token: where each lane stands, and what it sees."""
 
-    def __init__(self, model: TransformerXL, partial: Partial, active_B: Tensor) -> None:
+    def __init__(self, model: TransformerXL, partial: Partial, active_B: Tensor, place: int | None) -> None:
         self.place_B, self.active_B, self.limit = partial.place_B.clone(), active_B, model.limit
         self.n_prefix = partial.n_prefix
         self.own_B = self.place_B + self.n_prefix
@@ -249,7 +280,7 @@ class Moment:
             number = partial.document_BT.gather(1, self.place_B[:, None])
             self.later_B1, self.other_BE = number > 0, partial.document_BT < number
         self.segment = Segment(reset=torch.zeros_like(active_B), length=torch.ones_like(self.place_B))
-        self.place: int | None = None  # that of all lanes among their own keys, where shapes may depend on it
+        self.place = place  # as in `advance`
         self._masks: dict[int | None, Tensor] = {}
         self._rows: dict[int, Tensor] = {}
 

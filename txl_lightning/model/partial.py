@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from txl_lightning.memory.base import may_look
+from txl_lightning.memory.base import MemoryStrategy, may_look
 from txl_lightning.model.block import Block, Layout, join_farthest, join_lanes, join_positioned
+from txl_lightning.model.capture import Graphs
 from txl_lightning.model.positions import DistanceTable
 from txl_lightning.model.tables import Tables
 from txl_lightning.types import Segment, State, lane_where
@@ -66,6 +67,7 @@ def make_buffers(
     batch, n_token, width = x_BTD.shape
     heads, n_key = (layer.attention.n_head, layer.attention.d_head), offer.age.shape[1] + n_own
     asked = layer.reads_beside or layer.adds_to_input
+    beside = [name for name, part in layer.named_memories() if type(part).side is not MemoryStrategy.side]
     widths = {name: heads[0] * heads[1] if name in OF_HEADS else width for name in KEPT} if states else {}
     if layer.adds_to_input:
         widths.update({f"before.{name}": width for name in states})
@@ -80,7 +82,8 @@ def make_buffers(
         adds_to_input=layer.adds_to_input,
         usage_BP=torch.zeros(batch, n_key if layer.wants_usage else 0, device=x_BTD.device),
         states={name: {key: old.clone() for key, old in state.items() if asked} for name, state in states.items()},
-        slots={},
+        slots={name: (at, k.clone(), v.clone()) for name, (at, k, v) in offer.parts.items() if name in beside},
+        beside=beside,
         bias=offer.bias.clone(),
         age=offer.age.clone(),
         contiguous=offer.contiguous,
@@ -104,6 +107,7 @@ class LayerBuffers:
     usage_BP: Tensor  # float32 attention that each key received; empty where nobody wants it
     states: dict[str, State]  # by strategy, after resets, for `side` and `residual`; empty where a layer has neither
     slots: dict[str, tuple[int, Tensor, Tensor]]  # where a strategy's slots begin, and their keys and values
+    beside: list[str]  # strategies with a `side`, which is told of them: these stay where they are
     bias: Tensor  # (1|B, 1|H, 1|T, S) of the slots
     age: Tensor  # (1|B, S)
     contiguous: bool  # ages are S, ..., 1
@@ -130,7 +134,13 @@ class LayerBuffers:
 
     def take(self, layer: Block, states: dict[str, State], offer: Offer, started_B: Tensor) -> None:
         """Copy what memory offers; every tensor that `step` reads stays where it is."""
-        self.written_from, self.slots = states, offer.parts
+        self.written_from = states
+        for name, (start, k, v) in offer.parts.items():
+            if name in self.beside:
+                self.slots[name][1].copy_(k)
+                self.slots[name][2].copy_(v)
+            else:
+                self.slots[name] = (start, k, v)
         for old, new in zip((self.bias, self.age, self.positioned, self.farthest), offer[1:3] + offer[4:], strict=True):
             if old is not None and new is not None:
                 old.copy_(new)
@@ -160,6 +170,11 @@ class Partial:
     reset: str  # where memory starts anew, as `memory.reset`
     count: list[int]  # what `place_B` says, for decisions that must not wait for the device
     unread: list[bool]  # lanes whose memory is to be read before their next token
+    graphs: Graphs  # of the step, where it is recorded
+
+    def __post_init__(self) -> None:
+        self._all_B = torch.ones_like(self.reset_B)
+        self._none_B = torch.zeros_like(self.reset_B)
 
     @property
     def segment_len(self) -> int:
@@ -167,8 +182,10 @@ class Partial:
         return self.tokens_BT.shape[1]
 
     def mask(self, lanes: Sequence[bool]) -> Tensor:
-        """(B,) bool on the device."""
-        return torch.tensor(lanes, device=self.place_B.device)
+        """(B,) bool on the device, not to be changed."""
+        if all(lanes):
+            return self._all_B
+        return sent(lanes, self.place_B.device) if any(lanes) else self._none_B
 
     def segment(self, length_B: Tensor) -> Segment:
         """The facts of the segments under way, if so many of their tokens are meant."""
@@ -190,7 +207,7 @@ class Partial:
             length: (B,) how many of them there are.
             document_BT: (B, N) their documents.
         """
-        length_B = torch.tensor(length, device=self.place_B.device)
+        length_B = sent(length, self.place_B.device)
         moved_B = length_B > 0
         put(self.tokens_BT[:, : tokens_BT.shape[1]], tokens_BT, moved_B)
         if self.document_BT is not None and document_BT is not None:
@@ -208,6 +225,13 @@ class Partial:
 def plain_layout(x_BTD: Tensor) -> Layout:
     """Of tokens without memory tokens around them, where nobody asks for the mask."""
     return Layout(0, x_BTD.shape[1], 0, mask=torch.zeros((), device=x_BTD.device), hide_slots=None)
+
+
+def sent(values: Sequence[object], device: torch.device, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers of the host as a tensor on a device, which is not waited for; `dtype`: by default theirs."""
+    if device.type != "cuda":
+        return torch.tensor(values, device=device, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def put(buffer: Tensor, new: Tensor, lanes_B: Tensor) -> None:

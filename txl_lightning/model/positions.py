@@ -45,6 +45,11 @@ class DistanceTable(NamedTuple):
         projected = None if self.projected_WHK is None else self.projected_WHK[rows]
         return DistanceTable(self.rows_WD[rows], first, ahead, projected)
 
+    def same_place(self, other: DistanceTable) -> bool:
+        """Whether both are the same numbers in memory."""
+        pairs = zip((self.rows_WD, self.projected_WHK), (other.rows_WD, other.projected_WHK), strict=True)
+        return all(a is b or (a is not None and b is not None and a.data_ptr() == b.data_ptr()) for a, b in pairs)
+
     def distances(self) -> Tensor:
         """(W,) int64 distance of each row."""
         device = self.rows_WD.device

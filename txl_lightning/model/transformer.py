@@ -192,7 +192,15 @@ class TransformerXL(HubModel, nn.Module):
         new["age"] = torch.where(segment.length > 0, age, old["age"])
         return {key: new[key] for key in old}  # a compiled forward looks at the order of keys too
 
-    def begin(self, state: State, *, segment_len: int, tables: Tables | None = None, reset: str = "epoch") -> Partial:
+    def begin(
+        self,
+        state: State,
+        *,
+        segment_len: int,
+        tables: Tables | None = None,
+        reset: str = "epoch",
+        capture: bool | None = None,
+    ) -> Partial:
         """Buffers to read token by token with, for the lanes of a state.
 
         Args:
@@ -200,11 +208,15 @@ class TransformerXL(HubModel, nn.Module):
             segment_len: tokens T between two writes of memory.
             tables: where projected distances are kept; its own by default.
             reset: where memory starts anew, as `memory.reset`.
+            capture: whether a step is recorded once and replayed, a CUDA graph; None: on CUDA. Weights may get new
+                values meanwhile; where they are exchanged it is recorded anew.
 
         Raises:
-            ValueError: token by token is not the same as segment by segment here (`decoding.steppable`).
+            ValueError: token by token is not the same as segment by segment here (`decoding.steppable`), or nothing can
+                be captured on this device.
         """
-        return decoding.begin(self, state, segment_len=segment_len, tables=tables or Tables(), reset=reset)
+        tables = tables if tables is not None else Tables()
+        return decoding.begin(self, state, segment_len=segment_len, tables=tables, reset=reset, capture=capture)
 
     def step(
         self,
@@ -214,6 +226,7 @@ class TransformerXL(HubModel, nn.Module):
         *,
         active: Sequence[bool] | None = None,
         starts: Sequence[bool] | None = None,
+        log_probs: bool = False,
     ) -> tuple[Tensor, State]:
         """Read one token of each lane: as `forward` over the segments so far, and memory is written where one is full.
 
@@ -223,11 +236,13 @@ class TransformerXL(HubModel, nn.Module):
             partial: the segments under way, from `begin`. Changed in place.
             active: lanes that read their token; None: all. The others stand by.
             starts: lanes whose document begins with this token; needed with reset=document.
+            log_probs: whether those of the next token are wanted instead of hidden states.
 
         Returns:
-            (B, D) hidden states for `log_probs`, and the memory that belongs to `partial` from now on.
+            (B, D) hidden states for `log_probs`, or these themselves (B, V), and the memory that belongs to `partial`
+            from now on.
         """
-        return decoding.step(self, token_B, state, partial, active=active, starts=starts)
+        return decoding.step(self, token_B, state, partial, active=active, starts=starts, log_probs=log_probs)
 
     def read_by_layers(
         self,
