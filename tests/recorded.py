@@ -1,5 +1,5 @@
-"""What a CUDA graph does, on a CPU: every operation of a function is noted down once, and then done again and again with
-the same arguments on the same memory, whatever the host would decide by now.
+"""What a CUDA graph does, on a CPU: every operation of a function is noted down once, and then done again and again
+with the same arguments on the same memory, whatever the host would decide by now.
 
 As on a GPU, recording itself changes nothing, what would wait for the device or read memory of the host is refused, and
 a weight that was exchanged for another is still read where it lay.
@@ -50,6 +50,8 @@ class StandIn:
         replays: how often it was replayed.
     """
 
+    replaying = False
+
     def __init__(self, device: torch.device) -> None:
         self.calls: list[Call] = []
         self.read: set[int] = set()
@@ -73,9 +75,11 @@ class StandIn:
 
     def replay(self) -> None:
         self.replays += 1
+        StandIn.replaying = True
         with torch.autocast("cpu", enabled=False):  # what was recorded is rounded already
             for call in self.calls:
                 call.again()
+        StandIn.replaying = False
 
 
 class Noting(TorchDispatchMode):
@@ -116,8 +120,11 @@ class HostReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in READS:
-            raise Refused(f"Tensor.{func.__name__} waits for the device")
+            self.refuse(func.__name__)
         return func(*args, **(kwargs or {}))
+
+    def refuse(self, name: str) -> None:
+        raise Refused(f"Tensor.{name} waits for the device")
 
 
 def looks_up_by_mask(func: Any, args: tuple[Any, ...]) -> bool:

@@ -256,8 +256,9 @@ def test_what_a_session_cannot_read_is_refused(base: dict[str, Any]) -> None:
             Session(model, lanes=3).feed(text if not isinstance(text, list) or isinstance(text[0], list) else [text])
 
 
-def test_lanes_that_stand_by_are_left_alone(base: dict[str, Any]) -> None:
-    model = built(base, *STRATEGIES["most_used"])
+@pytest.mark.parametrize("name", ["most_used", "block_recurrent"])  # token by token, and reading a segment again
+def test_lanes_that_stand_by_are_left_alone(name: str, base: dict[str, Any]) -> None:
+    model = built(base, *STRATEGIES[name])
     session, other = Session(model, lanes=2), Session(model)
     for step in range(19):
         session.feed([[step], [step + 50] if step % 3 == 0 else []])

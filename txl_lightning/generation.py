@@ -132,7 +132,7 @@ class Session:
                 before = hidden_BTD[lane : lane + 1, first[lane] : first[lane] + len(tokens) - 1]
                 losses = self.model.softmax.losses(before, sent([tokens[1:]], before.device))
                 found[lane] += (-losses)[0].tolist()
-        last = [max(start + len(tokens) - 1, 0) for start, tokens in zip(first, new, strict=True)]
+        last = [start + len(tokens) - 1 if tokens else 0 for start, tokens in zip(first, new, strict=True)]
         index = sent(last, hidden_BTD.device)[:, None, None].expand(-1, 1, hidden_BTD.shape[2])
         return self.model.log_probs(hidden_BTD.gather(1, index))[:, 0]
 

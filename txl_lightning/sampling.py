@@ -65,9 +65,8 @@ class SamplingRule:
         if self.temperature == 0:
             token_B1 = scores_BV.argmax(dim=-1, keepdim=True)
         else:
-            drawn = [[float(torch.rand((), generator=generator, dtype=torch.float64))] for generator in generators]
             share_BV = self.keep(scores_BV / self.temperature).softmax(dim=-1)
-            token_B1 = drawn_from(share_BV, sent(drawn, at.device, dtype=torch.float64))
+            token_B1 = drawn_from(share_BV, sent(chance(generators), at.device, dtype=torch.float64)[:, None])
         told = torch.cat([token_B1.double(), at.gather(1, token_B1).double()], dim=1)
         return [Choice(int(token), log_prob) for token, log_prob in told.tolist()]
 
@@ -101,6 +100,11 @@ class SamplingRule:
 def stays(log_probs: Tensor) -> bool:
     """Whether tokens are chosen where the log-probabilities are: on CUDA, unless torch refuses running sums there."""
     return log_probs.is_cuda and not torch.are_deterministic_algorithms_enabled()
+
+
+def chance(generators: Sequence[torch.Generator]) -> list[float]:
+    """A number of each generator, from 0 to below 1."""
+    return [float(torch.rand((), generator=generator, dtype=torch.float64)) for generator in generators]
 
 
 def drawn_from(share_BV: Tensor, drawn_B1: Tensor) -> Tensor:
