@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.recorded import HostReads, Refused, StandIn, place
+from tests.recorded import HostReads, Refused, StandIn, place, tensors
 from tests.tiny import tiny_config
 from txl_lightning import TransformerXL, sampling
 from txl_lightning.config import Config
@@ -204,6 +204,32 @@ def test_what_a_step_reads_never_moves(
 NO_DOCUMENTS = {"zeros", "reuse", "most_used", "compressive", "tokens", "associative", "knn"}
 NO_DOCUMENTS |= {"associative_tokens", "mal", "mix"}
 """Memories that cannot start anew inside a segment, or are then not read token by token."""
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses operations on tensors of the host and of the device together; single numbers are no tensors there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        devices = {tensor.device.type for tensor in tensors((args, kwargs)) if tensor.dim()}
+        assert len(devices) <= 1, f"{func} on {devices}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_token_needs_no_value_and_nothing_of_the_host(name: str, base: dict[str, Any]) -> None:
+    """On `meta`, which stands for a GPU and has no values at all: segments, writes and resets too."""
+    reset = "epoch" if name in NO_DOCUMENTS else "document"
+    model = built(base, name, reset=reset).to("meta")
+    state = model.init_state(2, form="projected")
+    partial = model.begin(state, segment_len=T, reset=reset, capture=False)
+    with torch.no_grad(), OneDevice():
+        for step in range(3 * T):
+            token_B = torch.zeros(2, dtype=torch.int64, device="meta")
+            starts = [reset == "document" and step % 5 == 1, False]
+            log_probs, state = model.step(
+                token_B, state, partial, active=[True, step % 3 > 0], starts=starts, log_probs=True
+            )
+    assert log_probs.shape == (2, 257) and partial.count == [0, 0]
 
 
 # what makes a recording useless

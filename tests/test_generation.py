@@ -370,8 +370,9 @@ def test_top_k_and_top_p(rule: SamplingRule, kept: list[int]) -> None:
 
 
 def test_temperature_sharpens() -> None:
-    generator = torch.Generator().manual_seed(0)
-    cold = [SamplingRule(temperature=0.25).choose(SCORES, generator) for _ in range(2000)]
+    generators = [torch.Generator().manual_seed(seed) for seed in range(2000)]
+    many, nothing = SCORES.expand(2000, -1), [()] * 2000
+    cold = [c.token for c in SamplingRule(temperature=0.25).choose(many, generators, recent=nothing)]
     expected = (SCORES / 0.25).softmax(-1)[0].item()
     assert cold.count(0) / 2000 == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / 2000))
-    assert {SamplingRule(temperature=0).choose(SCORES, generator) for _ in range(5)} == {0}
+    assert {c.token for c in SamplingRule(temperature=0).choose(many, generators, recent=nothing)} == {0}

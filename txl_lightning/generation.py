@@ -223,7 +223,7 @@ class Session:
             if all(over):
                 return
             recent = self.recent if rule.repetition_penalty != 1 else [()] * self.lanes
-            choices = rule.choose_all(self.log_probs_BV, generators, recent=recent)
+            choices = rule.choose(self.log_probs_BV, generators, recent=recent)
             self._feed([[] if ended else [choice.token] for choice, ended in zip(choices, over, strict=True)])
             yield choices
 
@@ -311,7 +311,7 @@ class Session:
         segment = self._segment(tokens_BT, length)
         full = [count == self.segment_len for count in length]
         if self.partial is not None and not all(full):
-            starts = segment.reset.tolist()
+            starts = [self._begins(lane) for lane in range(self.lanes)]
             decoding.load(self.model, self.state, self.partial, starts, lanes=[count > 0 for count in length])
         hidden_BTD, self.state = decoding.read(
             self.model, tokens_BT, self.state, segment, self.partial, full=full, tables=self.tables

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -44,11 +45,7 @@ class SamplingRule:
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.repetition_penalty, self.repetition_window = repetition_penalty, repetition_window
 
-    def choose(self, log_probs_V: Tensor, generator: torch.Generator, *, recent: Sequence[int] = ()) -> int:
-        """One token of one lane, as `choose_all`."""
-        return self.choose_all(log_probs_V[None], [generator], recent=[recent])[0].token
-
-    def choose_all(
+    def choose(
         self, log_probs_BV: Tensor, generators: Sequence[torch.Generator], *, recent: Sequence[Sequence[int]]
     ) -> list[Choice]:
         """One token of each lane: the first whose share and those before it pass a number drawn from 0 to 1.
@@ -59,6 +56,9 @@ class SamplingRule:
             log_probs_BV: of every token.
             generators: each lane's, on the CPU: what chance is drawn from.
             recent: the tokens before, the latest last.
+
+        Raises:
+            RuntimeError: the log-probabilities are not numbers.
         """
         at = log_probs_BV if stays(log_probs_BV) else log_probs_BV.cpu()
         scores_BV = self._all_penalised(at.double(), recent)  # in this order: mps has no float64
@@ -67,8 +67,10 @@ class SamplingRule:
         else:
             share_BV = self.keep(scores_BV / self.temperature).softmax(dim=-1)
             token_B1 = drawn_from(share_BV, sent(chance(generators), at.device, dtype=torch.float64)[:, None])
-        told = torch.cat([token_B1.double(), at.gather(1, token_B1).double()], dim=1)
-        return [Choice(int(token), log_prob) for token, log_prob in told.tolist()]
+        told = torch.cat([token_B1.double(), at.gather(1, token_B1).double()], dim=1).tolist()
+        if any(math.isnan(log_prob) for _, log_prob in told):
+            raise RuntimeError("no token can be chosen: the model's log-probabilities are not numbers")
+        return [Choice(int(token), log_prob) for token, log_prob in told]
 
     def _all_penalised(self, scores_BV: Tensor, recent: Sequence[Sequence[int]]) -> Tensor:
         if self.repetition_penalty == 1:
@@ -115,7 +117,7 @@ def drawn_from(share_BV: Tensor, drawn_B1: Tensor) -> Tensor:
     sums = share_BV.cumsum(dim=-1)
     whole = sums[:, -1:]
     wanted = torch.minimum(drawn_B1 * whole, whole.nextafter(torch.zeros_like(whole)))
-    return torch.searchsorted(sums, wanted, right=True)
+    return torch.searchsorted(sums, wanted, right=True).clamp(max=sums.shape[1] - 1)  # beyond it where sums are NaN
 
 
 def cut(text: str, stops: Sequence[str]) -> str:

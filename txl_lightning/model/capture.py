@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from txl_lightning.model.tables import autocast_type
+
 _logger = logging.getLogger(__name__)
 _said: set[str] = set()
 
@@ -79,13 +81,9 @@ class Captured:
 
     def __init__(self, recorder: Recorder, function: Callable[..., Tensor], idle: Sequence[Tensor]) -> None:
         self.inputs, self.recorder = [tensor.clone() for tensor in idle], recorder
-        kind = idle[0].device.type
-        with torch.autocast(
-            kind,
-            dtype=torch.get_autocast_dtype(kind),
-            enabled=torch.is_autocast_enabled(kind),
-            cache_enabled=False,  # else weights would be rounded once, outside, into memory that is soon another's
-        ):
+        dtype = autocast_type(idle[0].device)
+        # not with its cache: weights would be rounded once, outside, into memory that is soon another's
+        with torch.autocast(idle[0].device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
             self.output = recorder.record(lambda: function(*self.inputs))
 
     def __call__(self, given: Sequence[Tensor]) -> Tensor:
@@ -147,7 +145,7 @@ class Graphs:
         if self._places is None or self._module is not module or self._places.moved():
             self.drop()
             self._module, self._places = module, Places(module)
-        kind = (kind, torch.is_inference_mode_enabled(), _autocast(given[0].device.type))
+        kind = (kind, torch.is_inference_mode_enabled(), autocast_type(given[0].device))
         if kind not in self._kinds:
             try:
                 self._kinds[kind] = Captured(self._make(), function, idle)
@@ -176,10 +174,6 @@ def recorder_for(device: torch.device, *, wanted: bool | None) -> Callable[[], R
     if make is None and wanted:
         raise ValueError(f"capture=True: nothing can be recorded on {device.type}, only on {', '.join(RECORDERS)}")
     return None if make is None or wanted is False else lambda: make(device)
-
-
-def _autocast(kind: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _say(text: str) -> None:

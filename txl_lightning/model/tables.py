@@ -24,6 +24,7 @@ class Tables:
     def __init__(self) -> None:
         self._embedded: dict[Any, DistanceTable] = {}
         self._projected: dict[Position, tuple[Any, DistanceTable]] = {}
+        self._held: dict[Position, list[Tensor]] = {}  # their weights, so that no other tensor comes to lie there
 
     def embedded(self, *, oldest: int, n_token: int, ahead: int, **kind: Any) -> DistanceTable:
         """As `positions.distance_table`."""
@@ -37,7 +38,7 @@ class Tables:
 
     def projected(self, position: Position, table: DistanceTable) -> DistanceTable:
         """The same table with what the layer's position makes of its rows."""
-        stamp = (_weights(position), _autocast(table.rows_WD.device), table.rows_WD.device, table.rows_WD.dtype)
+        stamp = (_weights(position), autocast_type(table.rows_WD.device), table.rows_WD.device, table.rows_WD.dtype)
         known, kept = self._projected.get(position, (None, table))
         if known != stamp or kept.first < table.first or kept.ahead < table.ahead:
             made = position.project(table)
@@ -45,6 +46,7 @@ class Tables:
             made = None if made is None else made.permute(1, 2, 0).contiguous().permute(2, 0, 1)
             kept = table._replace(projected_WHK=made)
             self._projected[position] = (stamp, kept)
+            self._held[position] = [weight.detach() for weight in position.parameters() if _number(weight) is None]
         return kept.part(first=table.first, ahead=table.ahead)
 
 
@@ -58,14 +60,20 @@ def _weights(part: nn.Module) -> tuple[Any, ...]:
 
 
 def _place(weight: Tensor) -> tuple[Any, ...]:
-    number = getattr(weight, "ds_id", None)
+    number = _number(weight)
     return (weight.data_ptr(), _version(weight), weight.dtype) if number is None else ("divided", number)
+
+
+def _number(weight: Tensor) -> int | None:
+    """Under ZeRO 3; else None."""
+    return getattr(weight, "ds_id", None)
 
 
 def _version(weight: Tensor) -> int:
     return 0 if weight.is_inference() else weight._version
 
 
-def _autocast(device: torch.device) -> torch.dtype | None:
+def autocast_type(device: torch.device) -> torch.dtype | None:
+    """What autocast rounds matrix products to on a device; None: it is off there, or there are no numbers."""
     kind = device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
