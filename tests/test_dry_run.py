@@ -17,7 +17,7 @@ from txl_lightning import TextDataModule, TransformerXLModule
 from txl_lightning.commands import dry_run
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.model.transformer import TransformerXL
-from txl_lightning.training.footprint import LiveBytes, footprint, tail_counts
+from txl_lightning.training.footprint import LiveBytes, footprint
 from txl_lightning.training.optim import build_optimizer
 from txl_lightning.training.trainer import build_trainer
 from txl_lightning.training.zero import held_by_rank
@@ -151,11 +151,6 @@ def test_live_bytes_follow_storages_not_views() -> None:
         del view
         present.add_(1)
     assert (live.now, live.peak) == (48, 80) and len(more) == 12
-
-
-def test_clusters_of_the_softmax_are_counted(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, "model.cutoffs=[10,20]", "model.div_val=2")
-    assert tail_counts(config, torch.tensor([[0, 9, 10], [19, 20, 256]])) == [2, 2]
 
 
 def test_what_cannot_fit_is_refused_with_what_to_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

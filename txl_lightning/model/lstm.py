@@ -13,6 +13,8 @@ the tests compare with, knows neither.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -117,6 +119,7 @@ class LSTM(nn.Module):
         *,
         tables: Tables | None = None,
         donate: bool = False,
+        target_counts: Sequence[int] | None = None,
     ) -> ModelOutput:
         """Read one segment of every lane; as `TransformerXL.forward`.
 
@@ -136,7 +139,8 @@ class LSTM(nn.Module):
         after = {name: lane_where(read_B, new[name], before) for name, before in state.items()}
         losses = None
         if targets_BT is not None:
-            losses = torch.where(segment.mask(tokens_BT.shape[1]), self.softmax.losses(x, targets_BT), 0.0)
+            losses = self.softmax.losses(x, targets_BT, counts=target_counts)
+            losses = torch.where(segment.mask(tokens_BT.shape[1]), losses, 0.0)
         return ModelOutput(losses, x, after, {}, {})
 
     def log_probs(self, hidden_BTD: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +130,7 @@ class TransformerXL(HubModel, nn.Module):
         *,
         tables: Tables | None = None,
         donate: bool = False,
+        target_counts: Sequence[int] | None = None,
     ) -> ModelOutput:
         """Read one segment of every lane.
 
@@ -140,6 +141,7 @@ class TransformerXL(HubModel, nn.Module):
             targets_BT: (B, T) int64 next tokens, to get losses.
             tables: where projected distances are kept while weights rest; not in training.
             donate: `state` is given up: its tensors may become those of the new one, so that no two are held at once.
+            target_counts: what `softmax.target_counts` says of the targets; then nothing waits for the device.
 
         Raises:
             ValueError: the segment holds several documents and a strategy cannot keep them apart (`inner_resets`), or
@@ -158,7 +160,8 @@ class TransformerXL(HubModel, nn.Module):
             metrics.update({f"{name}/L{index}": metric for name, metric in aux.metrics.items()})
         new_state = self.completed(new_state, state, x, segment)
         hidden = self.left(layout.real(x, 1))
-        return ModelOutput(self.masked_losses(hidden, targets_BT, segment), hidden, new_state, losses, metrics)
+        of_targets = self.masked_losses(hidden, targets_BT, segment, target_counts)
+        return ModelOutput(of_targets, hidden, new_state, losses, metrics)
 
     def entered(
         self, tokens_BT: Tensor, state: State, segment: Segment, tables: Tables | None
@@ -356,12 +359,28 @@ class TransformerXL(HubModel, nn.Module):
         new = keep_dead(new, given, segment.length)
         return {f"tokens.{key}": tensor for key, tensor in new.items()}
 
-    def masked_losses(self, hidden: Tensor, targets_BT: Tensor | None, segment: Segment) -> Tensor | None:
+    def masked_losses(
+        self,
+        hidden: Tensor,
+        targets_BT: Tensor | None,
+        segment: Segment,
+        target_counts: Sequence[int] | None = None,
+    ) -> Tensor | None:
         """(B, T) nats per token, 0 on padding; None without targets."""
         if targets_BT is None:
             return None
-        losses = self.softmax.losses(hidden, targets_BT)
+        read = self._losses_of_clusters if self.config.cutoffs else self._losses
+        return read(hidden, targets_BT, segment, target_counts)
+
+    def _losses(
+        self, hidden: Tensor, targets_BT: Tensor, segment: Segment, target_counts: Sequence[int] | None
+    ) -> Tensor:
+        losses = self.softmax.losses(hidden, targets_BT, counts=target_counts)
         return torch.where(segment.mask(losses.shape[1]), losses, 0.0)
+
+    @torch.compiler.disable  # clusters have other sizes in every step, so nothing is compiled for any of them
+    def _losses_of_clusters(self, *args: Any) -> Tensor:
+        return self._losses(*args)
 
 
 def token_mask(

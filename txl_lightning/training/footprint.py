@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from txl_lightning.config import Config
 from txl_lightning.model.architectures import make_model
+from txl_lightning.model.softmax import target_counts
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.types import State, detach, n_byte
 
@@ -56,7 +57,8 @@ def footprint(
     window = config.trainer.bptt_segments
     # a step over several batches can be taken back, to the memory before its first one
     kept = chunks if config.trainer.accumulate_grad_batches > window else 0
-    live = LiveBytes(tail_counts(config, targets_BT) * window)
+    counts = target_counts(targets_BT, cutoffs=config.model.cutoffs)
+    live = LiveBytes()
     with FakeTensorMode(), device, _default_dtype(torch.bfloat16 if precision == "bf16-true" else torch.float32):
         model = make_model(config).train()
         state = model.init_state(len(targets_BT), dtype=torch.bfloat16 if "bf16" in precision else torch.float32)
@@ -66,7 +68,7 @@ def footprint(
             weight.grad = torch.zeros_like(weight)
         live.start([*weights, *(weight.grad for weight in weights), *model.buffers(), *state.values(), tokens_BT])
         with live:
-            _step(model, state, tokens_BT, window=window, precision=precision)
+            _step(model, state, tokens_BT, counts, window=window, precision=precision)
     return Footprint(
         parameters=sum(weight.numel() for weight in weights),
         parameter_bytes=sum(weight.numel() * weight.element_size() for weight in weights),
@@ -87,13 +89,15 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _step(model: TransformerXL, state: State, tokens_BT: Tensor, *, window: int, precision: str) -> None:
+def _step(
+    model: TransformerXL, state: State, tokens_BT: Tensor, counts: Sequence[int], *, window: int, precision: str
+) -> None:
     """What the training step of the module does: one backward pass through a window of segments."""
     dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
     loss: Any = 0
     for _ in range(window):
         with torch.autocast(tokens_BT.device.type, dtype=dtype, enabled=precision.endswith("mixed")):
-            out = model(tokens_BT, state, None, tokens_BT)
+            out = model(tokens_BT, state, None, tokens_BT, target_counts=counts)
             assert out.losses_BT is not None
             loss = loss + out.losses_BT.sum() + sum(out.aux_losses.values())
         state = out.state
@@ -102,28 +106,16 @@ def _step(model: TransformerXL, state: State, tokens_BT: Tensor, *, window: int,
     loss.backward()
 
 
-def tail_counts(config: Config, targets_BT: Tensor) -> list[int]:
-    """Targets in each tail cluster of an adaptive softmax; [] without one."""
-    ends = (*config.model.cutoffs, config.model.vocab_size)
-    pairs = zip(config.model.cutoffs, ends[1:], strict=True)
-    return [int(((targets_BT >= start) & (targets_BT < end)).sum()) for start, end in pairs]
-
-
 class LiveBytes(TorchDispatchMode):
     """Follows the storages that operations make and how many bytes of them are there at a time.
-
-    Args:
-        found: how many indices each `nonzero` finds, in order: it is the one operation of a step whose result has
-            another shape for other numbers (the clusters of an adaptive softmax).
 
     Attributes:
         now, peak: bytes made since `start`, and the most there were.
     """
 
-    def __init__(self, found: Iterable[int] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._found = list(found)
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def start(self, present: Iterable[Tensor]) -> None:
@@ -133,10 +125,7 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.nonzero.default:
-            out = torch.empty((self._found.pop(0), 1), dtype=torch.int64, device=args[0].device)
-        else:
-            out = func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._follow(tensor)
