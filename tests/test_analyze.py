@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.tiny import MODEL, RUN
+from txl_lightning.analyses import ANALYSES
 from txl_lightning.cli import main
 
 RECALL = ["experiment=recall", "data.episodes=32", "data.test_episodes=8", "data.batch_size=4", "run_dir=run"]
@@ -79,3 +80,13 @@ def test_refusals_without_a_run(capsys: Any) -> None:
     assert said("ckpt=nowhere").startswith("ckpt=nowhere: ")
     assert main(["analyze", "recal"]) == 2
     assert capsys.readouterr().err.startswith("error: action=recal: no such choice; ")
+
+
+@pytest.mark.parametrize("typed", [[], ["action=null"], ["memory=knn", "seed=3"]])
+def test_without_its_name_no_analysis_is_chosen(typed: list[str], capsys: Any) -> None:
+    assert main(["analyze", *typed]) == 2
+    said = capsys.readouterr()
+    *listed, error = said.err.splitlines()
+    assert said.out == "" and [line.split()[0] for line in listed] == list(ANALYSES)
+    assert all(line.endswith(f"  {ANALYSES[line.split()[0]].summary}") for line in listed)
+    assert error.startswith("error: action=") and "txl analyze ANALYSIS" in error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from txl_lightning.errors import ConfigError
 from txl_lightning.options import AnalyzeOptions
 
 
@@ -76,9 +77,17 @@ COMMON = ("action", "ckpt", "trust", "out")
 """Keys that all of them read."""
 
 
+def analysis_of(options: AnalyzeOptions) -> Analysis:
+    """The analysis that was asked for. Raises ConfigError: none was."""
+    if options.action is None:
+        cure = "write txl analyze ANALYSIS, for example txl analyze age ckpt=runs/book"
+        raise ConfigError("action", "", "no analysis is named", cure)
+    return ANALYSES[options.action]
+
+
 def check_keys(options: AnalyzeOptions) -> None:
     """Refuse keys that were set and that this analysis does not read. Raises ConfigError."""
-    read = {*COMMON, *ANALYSES[options.action].keys}
+    read = {*COMMON, *analysis_of(options).keys}
     for item in dataclasses.fields(options):
         if item.name in read or getattr(options, item.name) == item.default:
             continue

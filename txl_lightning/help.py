@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
@@ -64,6 +65,13 @@ def show_command_help(name: str, config_dir: str | None = None) -> None:
     _print(console, "Groups", _groups(filter(command.reads, GROUPS), config_dir))
     for title, path, schema in _sections():
         _print(console, title, _keys(path, schema, command, _values_at(title, plain, schema)))
+
+
+def list_analyses() -> None:
+    """One line on standard error for each analysis, for somebody who named none."""
+    width = max(map(len, ANALYSES))
+    for name, analysis in ANALYSES.items():
+        print(f"{name:<{width}}  {analysis.summary}", file=sys.stderr)
 
 
 def _analyses() -> Iterator[tuple[str, str]]:

@@ -92,9 +92,9 @@ class DataOptions(Options):
 class AnalyzeOptions(Options):
     """`txl analyze ANALYSIS`; which keys each one reads stands in `analyses`."""
 
-    action: str = key(
-        "reach",
-        "what is measured",
+    action: str | None = key(
+        None,
+        "what is measured (required)",
         choices=(
             "reach",
             "scores",
@@ -106,6 +106,7 @@ class AnalyzeOptions(Options):
             "sweep",
             "confidence",
             "retrieval",
+            None,
         ),
     )
     ckpt: str | None = key(

@@ -5,23 +5,27 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from txl_lightning.analyses import ANALYSES, check_keys
+from txl_lightning.analyses import analysis_of, check_keys
 from txl_lightning.checkpoints import load_checkpoint
 from txl_lightning.config import Config
+from txl_lightning.help import list_analyses
 from txl_lightning.options import AnalyzeOptions
 from txl_lightning.overrides import list_items
 
 
 def check(config: Config, options: AnalyzeOptions) -> None:
     """Everything about an analysis that can be refused. Writes nothing; raises ConfigError."""
+    if options.action is None:
+        list_analyses()
+    analysis = analysis_of(options)
     check_keys(options)
     if options.ckpt is not None and list_items(options.ckpt) is not None:
-        if not ANALYSES[options.action].several:
+        if not analysis.several:
             raise options.refuse("ckpt", f"{options.action} takes one checkpoint", "give it without brackets")
     elif options.ckpt is not None:
         load_checkpoint(options.ckpt, config)
-    elif ANALYSES[options.action].needs_ckpt:
-        raise options.refuse("ckpt", f"{options.action} needs trained weights", CURES.get(options.action, CURE))
+    elif analysis.needs_ckpt:
+        raise options.refuse("ckpt", f"{options.action} needs trained weights", CURES.get(str(options.action), CURE))
     _module(options).check(config, options)
 
 
