@@ -181,7 +181,7 @@ def test_the_overhead_is_a_share_of_the_bare_step() -> None:
     [
         (["what=trainning"], "error: what=trainning: there is no part trainning; did you mean training?"),
         (["what=,"], "error: what=,: names nothing to measure"),
-        (["memory=none", "lengths=[8]"], "memory.name=none: has no size that lengths could set"),
+        (["memory=none", "lengths=[8]"], "lengths=[8]: memory=none has no size that they could set"),
         (["memory=none,cache", "against=huggingface"], "error: against=huggingface: it is laid beside one memory"),
         (["what=data", "against=huggingface"], "error: against=huggingface: nothing of it is measured"),
         (["trainer.precision=16-mixed"], "trainer.precision=16-mixed:"),

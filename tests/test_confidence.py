@@ -57,15 +57,52 @@ def test_several_memory_lengths_in_one_evaluation(tmp_path: Path, monkeypatch: p
     config = tiny_config(tmp_path, "trainer.max_steps=1", "logger=none", "memory.mem_len=8")
     fit(config)
     assert main(["eval", "ckpt=run", "mem_lens=[0,8,32]", "bootstrap=50", "out=e.json"]) == 0
-    assert "above the first length" in capsys.readouterr().out
+    shown = capsys.readouterr().out
     found = json.loads((tmp_path / "e.json").read_text())["by_mem_len"]
     assert [one["memory"]["mem_len"] for one in found] == [0, 8, 32]
     expected = evaluate(config, load_checkpoint("run"), split="test").scores["loss"]
     assert found[1]["scores"]["loss"] == pytest.approx(expected, abs=1e-6)
     assert all(one["interval"]["low"] <= one["scores"]["loss"] <= one["interval"]["high"] for one in found)
     assert found[0]["difference"]["low"] == found[0]["difference"]["high"] == 0
-    capsys.readouterr()
+    assert shown.count("test split") == 1
+    table = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown.splitlines() if "│" in line]
+    rows = [cells for cells in table if cells[0]]  # narrow terminals break cells
+    assert [cells[0] for cells in rows] == ["0", "8", "32"]
+    for cells, one in zip(rows, found, strict=True):
+        assert cells[1:4] == [f"{value:.4f}" for value in one["scores"].values()]
+    fingerprint = found[0]["data_fingerprint"][:16]
+    assert f"fingerprint of the text: {fingerprint}" in shown and "segment_len: 16" in shown
     assert main(["eval", "ckpt=run", "memory=none", "mem_lens=[8]"]) == 2
     assert capsys.readouterr().err == "error: mem_lens=[8]: memory=none has no mem_len; leave it out\n"
     assert main(["eval", "ckpt=run", "bootstrap=9", "strategy=ddp", "trainer.devices=2"]) == 2
     assert "bootstrap=9: needs the losses of all lanes in one rank" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("memory", "command", "said"),
+    [
+        (
+            "memory=cache",
+            "eval ckpt=run mem_lens=[0,8] eval.warm=16",
+            "mem_lens=[0,8]: with eval.warm=16: memory.mem_len=0 keeps nothing from the text before; "
+            "leave that value out, or change eval.warm (set it to 0)",
+        ),
+        ("memory=cache", "eval ckpt=run memory.mem_len=0 eval.warm=16", "eval.warm=16: memory.mem_len=0 keeps nothing"),
+        ("memory=expire", "eval ckpt=run mem_lens=[8,0]", "mem_lens=[8,0]: memory.mem_len=0 must be >= 1; choose a "),
+        ("memory=expire", "analyze sweep ckpt=run mem_lens=[8,0]", "mem_lens=[8,0]: memory.mem_len=0 must be >= 1; "),
+        (
+            "memory=cache",
+            "analyze sweep ckpt=run segment_lens=[8] mem_lens=[0] model.same_length=true memory.mem_len=4",
+            "mem_lens=[0]: with model.same_length=true: needs memory.mem_len >= 1, the length it is named after, and "
+            "it is 0; leave that value out, or change model.same_length (",
+        ),
+    ],
+)
+def test_a_length_that_cannot_be_is_refused_by_the_key_that_was_typed(
+    memory: str, command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fit(tiny_config(tmp_path, "trainer.max_steps=1", "logger=none", memory))
+    capsys.readouterr()
+    assert main(command.split()) == 2
+    assert capsys.readouterr().err.startswith(f"error: {said}")

@@ -86,6 +86,11 @@ class MemoryConfig(Section):
         return self.name != "none" and getattr(self, "mem_len", 1) > 0
 
     @property
+    def why_stateless(self) -> str:
+        """The setting that lets nothing be carried, where `has_state` is false."""
+        return "memory.mem_len=0" if getattr(self, "mem_len", None) == 0 else f"memory={self.name}"
+
+    @property
     def carries(self) -> bool:
         """Whether the graph may cross from one segment to the next (as the key `gradient` says, if there is one).
 
@@ -547,7 +552,7 @@ class Config(TopConfig):
         check_lanes(self.eval_batch_size, ranks=world, key=self.eval_batch_key)
         check_chunks(self.data.batch_size, ranks=world, chunks=self.trainer.lane_chunks)
         if self.memory.offload == "cpu" and not self.memory.has_state:
-            rule = f"memory={self.memory.name} keeps nothing that could be on the cpu"
+            rule = f"{self.memory.why_stateless} keeps nothing that could be on the cpu"
             raise self.memory.refuse("offload", rule, "set it to none, or take a memory")
 
     def _check_warm(self) -> None:
@@ -556,7 +561,7 @@ class Config(TopConfig):
             return
         carries = self.memory.has_state or self.model.architecture == "lstm"
         if not carries or self.memory.reset == "segment":
-            what = "memory.reset=segment" if carries else f"memory={self.memory.name}"
+            what = "memory.reset=segment" if carries else self.memory.why_stateless
             raise self.eval.refuse("warm", f"{what} keeps nothing from the text before", "set it to 0")
         if self.eval.warm % self.eval_segment_len:
             rule = f"must be a multiple of the {self.eval_segment_len} tokens of a segment"
@@ -603,7 +608,8 @@ class Config(TopConfig):
             cure = f"set memory=none (memory.mem_len=0), or model.position to {able}"
             raise self.model.refuse("position", rule, cure)
         if self.model.same_length and getattr(self.memory, "mem_len", 0) < 1:
-            rule = f"needs memory.mem_len >= 1, the length it is named after, and memory={self.memory.name} has none"
+            found = "it is 0" if hasattr(self.memory, "mem_len") else f"memory={self.memory.name} has none"
+            rule = f"needs memory.mem_len >= 1, the length it is named after, and {found}"
             raise self.model.refuse("same_length", rule, "set it to false, or use memory=cache")
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from txl_lightning.errors import ConfigError, suggest
+from txl_lightning.errors import ConfigError, suggest, yaml_text
 from txl_lightning.section import Section, key
 
 
@@ -16,6 +18,26 @@ class Options(Section):
 
     def refuse(self, name: str, rule: str, cure: str) -> ConfigError:
         return ConfigError(name, getattr(self, name), rule, cure)
+
+    @contextmanager
+    def said_of(self, keys: Mapping[str, str]) -> Iterator[None]:
+        """Errors about configurations that our keys made are said of the key that was typed.
+
+        Args:
+            keys: our key by the dotted one that it sets.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            set_here = [name for name in keys.values() if getattr(self, name) not in (None, ())]
+            if not set_here:
+                raise
+            named = keys.get(error.key)
+            setting = f"{error.key}={yaml_text(error.value)}"
+            if named in set_here:
+                raise self.refuse(named, f"{setting} {error.rule}", error.cure) from error
+            cure = f"leave that value out, or change {error.key} ({error.cure})"
+            raise self.refuse(set_here[0], f"with {setting}: {error.rule}", cure) from error
 
 
 _TRUST = "read a folder of DeepSpeed's although it holds more than numbers, and so may run code on loading"

@@ -203,6 +203,5 @@ def common(config: Config, key: str, n_token: int, lanes: int) -> dict[str, Any]
 def with_memory_length(config: Config, length: int) -> Config:
     """The same with another size of memory, by the strategy's own key."""
     name = config.memory.size_key
-    if name is None:
-        raise config.memory.refuse("name", "has no size that lengths could set", "leave lengths out")
+    assert name is not None, "checked before"
     return replace(config, memory=replace(config.memory, **{name: length}))  # type: ignore[arg-type]

@@ -68,7 +68,14 @@ def entrants(config: Config, options: BenchOptions, request: Request) -> list[En
         found = [(options.memories[0] if options.memories else config.memory.name, config)]
     if not options.lengths:
         return found
-    return [(label, workloads.with_memory_length(one, size)) for label, one in found for size in options.lengths]
+    return [(label, _of_length(one, size, options)) for label, one in found for size in options.lengths]
+
+
+def _of_length(config: Config, size: int, options: BenchOptions) -> Config:
+    if config.memory.size_key is None:
+        raise options.refuse("lengths", f"memory={config.memory.name} has no size that they could set", "leave it out")
+    with options.said_of({f"memory.{config.memory.size_key}": "lengths"}):
+        return workloads.with_memory_length(config, size)
 
 
 def run(config: Config, options: BenchOptions, *, request: Request) -> None:

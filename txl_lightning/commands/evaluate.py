@@ -6,19 +6,17 @@ from dataclasses import replace
 
 import lightning.pytorch as L
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from txl_lightning import registry
 from txl_lightning.build import check_resets, check_schedule, check_vocabulary, document_end
 from txl_lightning.checkpoints import checkpoint_file, load_checkpoint, read_checkpoint
 from txl_lightning.commands.output import check_out, write_out
+from txl_lightning.commands.score_table import show
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.store import Meta, Survey, prepare, survey
 from txl_lightning.data.tokenizer import TokenizerVocab
 from txl_lightning.data.vocab import from_dict
-from txl_lightning.errors import yaml_text
-from txl_lightning.evaluation.cached import Evaluation, evaluate
+from txl_lightning.evaluation.cached import evaluate
 from txl_lightning.evaluation.confidence import Interval, intervals, units_of
 from txl_lightning.evaluation.losses import Nats, stretch_losses
 from txl_lightning.model.transformer import TransformerXL
@@ -90,11 +88,12 @@ def check_same_text(config: Config, found: Meta, *, ckpt: str) -> None:
 
 
 def settings_of(config: Config, options: EvalOptions) -> list[Config]:
-    """The configuration, or one for each memory length. Raises ConfigError: the memory has none."""
+    """The configuration, or one for each memory length. Raises ConfigError: one of them cannot be."""
     if options.mem_lens and not hasattr(config.memory, "mem_len"):
         raise options.refuse("mem_lens", f"memory={config.memory.name} has no mem_len", "leave it out")
     lengths = [{"mem_len": length} for length in options.mem_lens] or [{}]
-    return [replace(config, memory=replace(config.memory, **one)) for one in lengths]  # type: ignore[arg-type]
+    with options.said_of({"memory.mem_len": "mem_lens"}):
+        return [replace(config, memory=replace(config.memory, **one)) for one in lengths]  # type: ignore[arg-type]
 
 
 def run(config: Config, options: EvalOptions) -> None:
@@ -109,9 +108,9 @@ def run(config: Config, options: EvalOptions) -> None:
             if options.bootstrap:
                 losses.append(single_losses(one, model, split=options.split))
     bounds = bootstrapped(config, losses, options) if options.bootstrap else [None] * len(found)
+    show(found, bounds)
     results = []
-    for index, (score, bound) in enumerate(zip(found, bounds, strict=True)):
-        show(score, bound=bound, first=index == 0)
+    for score, bound in zip(found, bounds, strict=True):
         named = {} if bound is None else {"interval": bound[0].to_dict(), "difference": bound[1].to_dict()}
         results.append({**score.to_dict(), **named})
     write_out(options.out, {"by_mem_len": results} if options.mem_lens else results[0])
@@ -136,34 +135,3 @@ def progress_bar(config: Config) -> list[L.Callback]:
     """The bar, if the configuration has it among its callbacks."""
     name = "progress_bar"
     return [registry.callbacks.get(name).build(config.callbacks[name])] if name in config.callbacks else []
-
-
-def show(found: Evaluation, *, bound: tuple[Interval, Interval] | None = None, first: bool = True) -> None:
-    """Print a score with everything it depends on."""
-    table = Table(title=f"{found.split} split", show_header=False)
-    for name, value in found.scores.items():
-        table.add_row(name, f"{value:.4f}")
-    if bound is not None:
-        own, difference = bound
-        unit = "pieces of the text" if own.cut else "documents"
-        table.add_row(f"loss, {own.level:.0%} over {own.units:,} {unit}", f"{own.low:.4f} to {own.high:.4f}")
-        if not first:
-            table.add_row("above the first length", f"{difference.low:+.4f} to {difference.high:+.4f}")
-    table.add_row("scored targets", f"{found.n_target:,}")
-    for unit, count in found.scored.items():
-        table.add_row(f"scored {unit}s", f"{count:,}")
-    table.add_row("segment_len", str(found.segment_len))
-    table.add_row("memory", ", ".join(f"{key}={yaml_text(value)}" for key, value in found.memory.items()))
-    table.add_row("memory starts anew", f"each {found.memory_reset}")
-    if found.warm:
-        table.add_row("lanes begin", f"{found.warm} tokens early, unscored")
-    table.add_row("clamp_len", str(found.clamp_len))
-    if found.same_length is not None:
-        table.add_row("same_length", f"every token sees {found.same_length} keys")
-    table.add_row("lanes", f"{found.n_lane} of {found.batch_size}")
-    table.add_row("precision", found.precision)
-    if found.dynamic is not None:
-        table.add_row("dynamic evaluation", ", ".join(f"{key}={value}" for key, value in found.dynamic.items()))
-    table.add_row("text", found.data_fingerprint[:16])
-    table.add_row("time", f"{found.seconds:.1f} s, {found.tokens_per_second:,.0f} tokens/s")
-    Console().print(table)

@@ -33,7 +33,8 @@ def _config_of(path: str, config: Config, options: AnalyzeOptions, typed_eval: o
     lanes = {name: getattr(own.data, name) for name in ("segment_len", "batch_size")}
     found = replace(own, data=replace(config.data, **lanes), eval=typed_eval or own.eval)  # type: ignore[arg-type]
     if options.mem_len is not None and isinstance(own.memory, CacheConfig) and own.memory.mem_len:
-        found = replace(found, memory=replace(own.memory, mem_len=options.mem_len))
+        with options.said_of({"memory.mem_len": "mem_len"}):
+            found = replace(found, memory=replace(own.memory, mem_len=options.mem_len))
     return found
 
 

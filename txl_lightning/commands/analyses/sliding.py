@@ -30,8 +30,9 @@ def check(config: Config, options: AnalyzeOptions) -> None:
         raise memory.refuse("reset", "windows do not look where text starts anew", "set memory.reset=epoch")
     if min(options.lengths, default=0) < 2:
         raise options.refuse("lengths", "must hold numbers of tokens, 2 or more each", "for example lengths=[800,1800]")
-    for length in options.lengths:
-        with_cache(config, length)
+    with options.said_of({"memory.mem_len": "lengths"}):
+        for length in options.lengths:
+            with_cache(config, length)
     check_files(options)
     least = tokens_needed(max(options.lengths), segment_len=config.eval_segment_len)
     check_text(config, options, ckpt=options.ckpt, least=least)

@@ -33,9 +33,11 @@ def check(config: Config, options: AnalyzeOptions) -> None:
 
 
 def _tried(config: Config, options: AnalyzeOptions) -> list[Config]:
-    return combinations(
-        config, mem_lens=options.mem_lens, segment_lens=options.segment_lens, clamp_lens=options.clamp_lens
-    )
+    made = {"memory.mem_len": "mem_lens", "eval.segment_len": "segment_lens", "model.clamp_len": "clamp_lens"}
+    with options.said_of(made):
+        return combinations(
+            config, mem_lens=options.mem_lens, segment_lens=options.segment_lens, clamp_lens=options.clamp_lens
+        )
 
 
 def run(config: Config, options: AnalyzeOptions) -> None:
