@@ -205,7 +205,7 @@ def test_one_rank_without_room_ends_all_with_what_to_do(trained: Path) -> None:
     for rank in range(2):
         said = json.loads((trained / f"full.{rank}.json").read_text())
         assert said.startswith(f"on rank 1 {folder / 'best.ckpt'} cannot be written: File too large; what was there")
-        assert said.endswith(f"go on with resume={trained / 'full'}")
+        assert said.endswith(f"go on with txl fit resume={trained / 'full'}")
     assert read_stand(str(last)).step == 3 and not manifest.is_damaged(last)
     assert not list(folder.glob(".*"))
 

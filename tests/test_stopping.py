@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -72,6 +73,18 @@ def test_a_signal_in_training_saves_and_ends_with_its_code(name: str, code: int,
     assert (result["steps"], result["stopped_by"]) == (7, name)
 
 
+def test_the_closing_words_are_the_command_that_goes_on(tmp_path: Path) -> None:
+    """As a shell reads it."""
+    (folder := tmp_path / 'it\'s mine, $HOME="x"').mkdir()
+    done = run(folder, ["on_train_batch_end", "7", "SIGINT", "1"], *fit_arguments(folder))
+    assert done.returncode == 130, done.stderr
+    words = shlex.split(done.stdout.splitlines()[-1].removeprefix("to go on: "))
+    assert words == ["txl", "fit", f"resume={folder / 'run'}"]
+    gone_on = run(folder, ["on_train_start", "99", "SIGINT", "1"], *words[1:])
+    assert gone_on.returncode == 0 and "to go on" not in gone_on.stdout, gone_on.stderr
+    assert json.loads((folder / "run" / "result.json").read_text())["steps"] == 20
+
+
 @pytest.mark.parametrize(
     ("hook", "number", "overrides", "step"),
     [
@@ -86,7 +99,9 @@ def test_a_signal_in_validation_ends_it(
     done = run(tmp_path, [hook, number, "SIGTERM", "1"], *fit_arguments(tmp_path, *overrides))
     assert done.returncode == 75, done.stderr
     assert "Traceback" not in done.stderr
-    if step is None:  # nothing was trained, so the same command may be given again
+    assert ("nothing was trained: the same command may be given again" in done.stdout) == (step is None)
+    assert ("to go on: txl fit resume=" in done.stdout) == (step is not None)
+    if step is None:
         assert not (tmp_path / "run" / "config.yaml").exists()
         assert run(tmp_path, ["on_train_start", "99", "SIGTERM", "1"], *fit_arguments(tmp_path)).returncode == 0
     else:
@@ -94,9 +109,13 @@ def test_a_signal_in_validation_ends_it(
         assert json.loads((tmp_path / "run" / "result.json").read_text())["stopped_by"] == "SIGTERM"
 
 
-def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
-    done = run(tmp_path, ["on_train_batch_end", "7", "SIGINT", "2"], *fit_arguments(tmp_path))
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_second_interrupt_stops_at_once(every: int, tmp_path: Path) -> None:
+    keys = fit_arguments(tmp_path, f"trainer.save_every_steps={every}")
+    done = run(tmp_path, ["on_train_batch_end", "7", "SIGINT", "2"], *keys)
     assert done.returncode == 130, done.stderr
+    again = f"to go on from the last one: txl fit resume={tmp_path / 'run'}" if every else "there is none from before"
+    assert done.stderr.endswith(f"ended at once, without a checkpoint of where it stood; {again}\n")
     assert not (tmp_path / "run" / "result.json").exists()
 
 

@@ -65,7 +65,7 @@ def test_a_disk_that_fills_up_costs_nothing_that_was_saved(here: Path, capfd: py
     assert os.waitstatus_to_exitcode(forked(limited(resource.RLIMIT_FSIZE, half, "fit", "resume=run"))) == 1
     said = told(capfd)
     assert f"{folder / 'last.ckpt'} cannot be written: File too large; what was there before is whole" in said
-    assert "bytes are free), then go on with resume=" in said and said.endswith(str(here / "run"))
+    assert "bytes are free), then go on with txl fit resume=" in said and said.endswith(str(here / "run"))
     assert (folder / "last.ckpt").read_bytes() == before and not list(folder.glob(".*"))
     assert not manifest.is_damaged(folder / "last.ckpt")
     assert cli.main(["fit", "resume=run"]) == 0
@@ -89,7 +89,7 @@ def test_every_file_of_a_run_may_be_the_one_that_finds_no_room(
     assert "cannot be written: No space left on device; what was there before is whole; make room (" in said
     saved_one = place == "result.json"  # the last of them to be written
     assert said.endswith(
-        f"go on with resume={here / 'run'}" if saved_one else "give the same command again with resume=auto"
+        f"go on with txl fit resume={here / 'run'}" if saved_one else "give the same command again with resume=auto"
     )
     assert not list((here / "run").glob("**/.*.part"))
 

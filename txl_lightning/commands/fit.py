@@ -44,12 +44,13 @@ from txl_lightning.training.run_folder import (
     RESULT,
     check_writable,
     forget_facts,
+    go_on,
     read_facts,
     refuse_used_folder,
     write_facts,
     write_json,
 )
-from txl_lightning.training.stopping import GracefulStop, Stopped
+from txl_lightning.training.stopping import GracefulStop, Stopped, StoppedNow
 from txl_lightning.training.strategies import n_parameter
 from txl_lightning.training.trainer import build_trainer, check_devices
 
@@ -143,7 +144,11 @@ def run(config: Config, options: Options) -> None:
     stop, wanted = graceful_stop(config), getattr(options, "resume", None)
     if wanted == AUTO:
         print("resume=auto: no run to go on with, so this one starts afresh", flush=True)
-    fitted = fit(config, stop=stop, resume=None if wanted == AUTO else wanted)
+    try:
+        fitted = fit(config, stop=stop, resume=None if wanted == AUTO else wanted)
+    except StoppedNow:
+        say_what_is_left(config)
+        raise
     if fitted.module.trainer.is_global_zero:
         show_result(fitted)
     if stop.exit_code:
@@ -248,8 +253,21 @@ def show_result(fitted: Fitted) -> None:
     table.add_row("trained", f"{result['tokens']:,} tokens in {result['train_seconds']:.1f} s")
     table.add_row("speed", f"{result['tokens_per_second']:,.0f} tokens/s")
     Console().print(table)
-    if result["steps"]:
-        print(f"checkpoint {fitted.run_dir / FOLDER / LAST}")
+    if not result["steps"]:
+        print("nothing was trained: the same command may be given again")
+        return
+    print(f"checkpoint {fitted.run_dir / FOLDER / LAST}")
+    if result["stopped_by"]:
+        print(f"to go on: {go_on(fitted.run_dir)}")
+
+
+def say_what_is_left(config: Config) -> None:
+    """After an end at once: how to go on, if anything was saved before."""
+    if config.run_dir is None or not is_first_rank():
+        return
+    saved = (Path(config.run_dir) / FOLDER / LAST).exists()
+    again = f"to go on from the last one: {go_on(Path(config.run_dir))}" if saved else "there is none from before"
+    print(f"ended at once, without a checkpoint of where it stood; {again}", file=sys.stderr)
 
 
 def _callbacks(config: Config, data: TextDataModule, stop: GracefulStop) -> list[L.Callback]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -47,6 +48,11 @@ def read_facts(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return held if isinstance(held, dict) else {}
+
+
+def go_on(run_dir: Path) -> str:
+    """The command that goes on with a run, as a shell reads it."""
+    return shlex.join(["txl", "fit", f"resume={run_dir}"])
 
 
 def runs_under(folder: str) -> list[Path]:

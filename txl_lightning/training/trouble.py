@@ -16,6 +16,7 @@ import torch
 from txl_lightning.checkpoints import FOLDER, LAST
 from txl_lightning.config import Config
 from txl_lightning.training.divergence import Diverged
+from txl_lightning.training.run_folder import go_on
 
 OUT_OF_MEMORY = ("t allocate memory", "not enough memory", "out of memory", "alloc_failed", "cannot allocate memory")
 """What torch's allocators say, on CPU and GPU, in small letters."""
@@ -124,7 +125,7 @@ def _cure(cause: int, path: Path, run: Path | None) -> str:
     if run is None:
         return cure
     saved = (run / FOLDER / LAST).exists()
-    again = f"go on with resume={run}" if saved else "give the same command again with resume=auto"
+    again = f"go on with {go_on(run)}" if saved else "give the same command again with resume=auto"
     return f"what was there before is whole; {cure}, then {again}"
 
 
