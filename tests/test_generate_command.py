@@ -113,6 +113,14 @@ def test_prompts_of_a_file_are_continued_as_each_would_be(ckpt: str, tmp_path: P
         ("", "has no line"),
         ("once", "line 1 is no JSON"),
         ('{"prompt": 3}', "line 1 has no text"),
+        *(
+            (
+                f'{{"prompt": "a", "n": 1}}\n\n{{"prompt": "b", "{name}": 5}}',
+                f'line 3 has "{name}", which is the same for',
+            )
+            for name in ("tokens", "temperature", "seed", "stop", "samples", "log_probs", "top_k", "repetition_window")
+        ),
+        ('{"prompt": "a", "text": "b"}', 'line 1 has "text", under which the result is written; give it another name'),
         (None, "no such file"),
     ],
 )
@@ -123,6 +131,22 @@ def test_prompts_that_cannot_be_read_are_refused(
         (tmp_path / "prompts").write_text(content)
     assert sample(ckpt, f"prompts={tmp_path / 'prompts'}", f"out={tmp_path / 'out'}") == 2
     assert rule in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["sample", "prompt_tokens", "prompt_log_probs"])
+def test_a_key_is_copied_unless_it_is_written(
+    name: str, ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "prompts", tmp_path / "out"
+    line = {"prompt": "a\u2028b", name: [1]}  # a line separator that ends no line of JSON
+    source.write_text(json.dumps(line, ensure_ascii=False) + "\r\n")
+    keys = [f"prompts={source}", f"out={out}", "tokens=1"]
+    assert sample(ckpt, *keys) == 0
+    copied = json.loads(out.read_text())
+    assert list(copied) == ["prompt", name, "text"] and {**copied, **line} == copied
+    assert sample(ckpt, *keys, "samples=2", "log_probs=true") == 2
+    assert f'line 1 has "{name}", under which the result is written' in capsys.readouterr().err
+    assert json.loads(out.read_text()) == copied
 
 
 def test_the_file_of_prompts_is_not_written_over(ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

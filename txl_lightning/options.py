@@ -77,7 +77,11 @@ class GenerateOptions(Options):
     ckpt: str | None = key(None, "checkpoint file or run folder to sample from (required)")
     prompt: str | None = key(None, "text to continue; - reads standard input")
     prompt_file: str | None = key(None, "file with the text to continue")
-    prompts: str | None = key(None, 'file of many, one JSON object per line with the text under "prompt"; needs out')
+    prompts: str | None = key(
+        None,
+        'file of many, one JSON object per line with the text under "prompt"; other keys are copied, and those that '
+        "say how to go on (tokens, seed, ...) are typed for all lines at once; needs out",
+    )
     interactive: bool = key(False, "read lines from the terminal and continue each; what was said stays in memory")
     out: str | None = key(None, 'with prompts: file for the same objects with the continuation under "text"')
     lanes: int = key(16, "with prompts: how many are continued side by side", minimum=1)

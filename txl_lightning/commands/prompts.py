@@ -14,9 +14,16 @@ import torch
 from txl_lightning.data.vocab import Tokens, Vocab
 from txl_lightning.errors import ConfigError
 from txl_lightning.generation import Session
+from txl_lightning.keys import names
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.options import GenerateOptions
 from txl_lightning.sampling import SamplingRule, cut
+
+OF_THE_COMMAND = ("ckpt", "prompt", "prompt_file", "prompts", "interactive", "out", "lanes", "trust")
+"""Its keys that do not say how one prompt is continued."""
+
+OF_ALL_LINES = ("seed", *(name for name in names(GenerateOptions) if name not in OF_THE_COMMAND))
+"""Those that do, which a line might be thought to set for itself."""
 
 
 def read_prompts(options: GenerateOptions, vocab: Vocab) -> list[tuple[dict[str, Any], Tokens]]:
@@ -30,7 +37,7 @@ def read_prompts(options: GenerateOptions, vocab: Vocab) -> list[tuple[dict[str,
     if not path.is_file():
         raise options.refuse("prompts", "no such file", "give a file of JSON objects, one per line")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() also splits inside JSON texts
     except (OSError, UnicodeDecodeError) as error:
         raise options.refuse("prompts", f"cannot be read: {error}", "give a file in UTF-8") from error
     found = [_prompt(options, line, vocab, number) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -47,6 +54,7 @@ def _prompt(options: GenerateOptions, line: str, vocab: Vocab, number: int) -> t
         raise options.refuse("prompts", f"line {number} is no JSON", cure) from error
     if not isinstance(values, dict) or not isinstance(values.get("prompt"), str):
         raise options.refuse("prompts", f'line {number} has no text under "prompt"', cure)
+    _check_keys(options, values, number)
     try:
         tokens = vocab.encode(values["prompt"])
     except ConfigError as error:
@@ -54,6 +62,23 @@ def _prompt(options: GenerateOptions, line: str, vocab: Vocab, number: int) -> t
     if not len(tokens):
         raise options.refuse("prompts", f"line {number}: the prompt holds no token", f"give at least one {vocab.unit}")
     return values, tokens
+
+
+def _check_keys(options: GenerateOptions, values: dict[str, Any], number: int) -> None:
+    """Nothing of a line would be lost or passed over. Raises ConfigError."""
+    for name in values:
+        if name in OF_ALL_LINES:
+            rule = f'line {number} has "{name}", which is the same for all lines'
+            raise options.refuse("prompts", rule, f"type {name}=VALUE instead, or give it another name there")
+        if name in written(options):
+            rule = f'line {number} has "{name}", under which the result is written'
+            raise options.refuse("prompts", rule, "give it another name there")
+
+
+def written(options: GenerateOptions) -> tuple[str, ...]:
+    """What is put into each line's object."""
+    more = ("tokens", "log_probs", "prompt_tokens", "prompt_log_probs") if options.log_probs else ()
+    return ("text", *(("sample",) if options.samples > 1 else ()), *more)
 
 
 def rule_of(options: GenerateOptions) -> SamplingRule:
