@@ -98,7 +98,8 @@ class Places:
     """Where a module's weights and buffers lie."""
 
     def __init__(self, module: nn.Module) -> None:
-        owners = [own for part in module.modules() for own in (part._parameters, part._buffers)]
+        self._parts = list(module.modules())
+        owners = [own for part in self._parts for own in (part._parameters, part._buffers)]
         named = [(own, name, tensor) for own in owners for name, tensor in own.items() if tensor is not None]
         self._places = [(own, name, tensor.data_ptr()) for own, name, tensor in named]
         self._held = [tensor.detach() for _, _, tensor in named]  # so that no address is given to another tensor
@@ -106,6 +107,11 @@ class Places:
     def moved(self) -> bool:
         """Whether one of them lies elsewhere now; new values in the old place are no move."""
         return any((now := own.get(name)) is None or now.data_ptr() != place for own, name, place in self._places)
+
+    def exchanged(self, module: nn.Module) -> bool:
+        """Whether it has other modules inside; takes longer than `moved`, which does not see that."""
+        parts = list(module.modules())
+        return len(parts) != len(self._parts) or any(a is not b for a, b in zip(parts, self._parts, strict=True))
 
 
 class Graphs:
@@ -154,6 +160,11 @@ class Graphs:
                 _say(f"tokens are read without a recorded graph, which takes longer: {str(error).splitlines()[0]}")
                 return None
         return self._kinds[kind](given)
+
+    def look_over(self, module: nn.Module) -> None:
+        """To be called now and then: drop what was recorded with other modules."""
+        if self._kinds and self._places is not None and self._places.exchanged(module):
+            self._places = None
 
     def drop(self) -> None:
         """Record anew: something that was read lies elsewhere now."""

@@ -147,6 +147,7 @@ def load(
     reading = [unread and on for unread, on in zip(partial.unread, lanes, strict=True)]
     if partial.layers and not any(reading):
         return
+    partial.graphs.look_over(model)
     unread_B, anew = partial.mask(reading), torch.zeros_like(partial.reset_B)
     if partial.reset != "epoch":
         anew = torch.ones_like(anew) if partial.reset == "segment" else partial.mask(starts)
