@@ -13,7 +13,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from txl_lightning.model.kernels import backward, launch
+from txl_lightning.model.kernels import backward, columns, cross_entropy, launch
 from txl_lightning.model.kernels.forward import forward_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -32,6 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
     "wide float32": {"dtype": torch.float32, "width": 128},
     "few tokens": {"n_token": 4},
     "content alone": {"table": False},
+}
+LOSSES = {
+    "losses bfloat16": (torch.bfloat16, 20_003),
+    "losses float32": (torch.float32, 20_003),
+    "losses few columns": (torch.bfloat16, 204),
 }
 NAMES = {
     torch.float32: "*fp32",
@@ -87,6 +92,20 @@ def compiled(name: str, ops: launch.Operands, numbers: launch.Numbers) -> dict[s
         **{"lse": wide, "delta": wide, "dr": wide, "du": wide, "dw": wide, "dbias": wide, "parts": wide},
         **{"start": 3, "stop": 77, "n_batch": 2, "ATOMIC": True},
     }
+    return found_of(kernel, given, warps=warps, stages=tiles.stages)
+
+
+def of_losses(kernel: Any, dtype: torch.dtype, n_column: int) -> dict[str, int]:
+    """One kernel of cross-entropy, with the arguments that `cross_entropy` would give it."""
+    logits = torch.empty(5, n_column, dtype=dtype, device="meta")
+    wide, target = (torch.empty(5, dtype=kind, device="meta") for kind in (torch.float32, torch.int64))
+    cut = cross_entropy._cut(logits)
+    given = {"logits": logits, "target": target, "nll": wide, "grad": wide, **cut}
+    return found_of(kernel, given, warps=cut["num_warps"], stages=3)
+
+
+def found_of(kernel: Any, given: dict[str, Any], *, warps: int, stages: int) -> dict[str, int]:
+    """What a kernel takes once it is compiled."""
     signature, constants = {}, {}
     for argument, parameter in zip(kernel.arg_names, kernel.params, strict=True):
         value = given[argument]
@@ -98,12 +117,16 @@ def compiled(name: str, ops: launch.Operands, numbers: launch.Numbers) -> dict[s
             signature[argument] = "fp32" if isinstance(value, float) else "i32"
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = ASTSource(kernel, signature, constants, aligned)
-    found = compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": tiles.stages})
+    found = compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": stages})
     return {"shared": found.metadata.shared, "tensor_cores": found.asm["ptx"].count("mma")}
 
 
 def main() -> None:
     for case in sys.argv[1:]:
+        if case in LOSSES:
+            for name, kernel in (("losses", columns.losses_kernel), ("gradient", columns.gradient_kernel)):
+                print(json.dumps({"case": case, "kernel": name, **of_losses(kernel, *LOSSES[case])}), flush=True)
+            continue
         ops, numbers = operands(**CASES[case])
         for name in KERNELS:
             if name == "table" and (ops.age is not None or ops.r_HWK is None):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from txl_lightning.config import Config, ConfigError, DataConfig, ModelConfig
 from txl_lightning.memory.none import NoneConfig
+from txl_lightning.model import cross_entropy
 from txl_lightning.model.embedding import TokenEmbedding
 from txl_lightning.model.softmax import OutputSoftmax
 from txl_lightning.model.transformer import TransformerXL
+from txl_lightning.types import Segment
 
 V, D = 30, 16
 SHAPES: dict[str, dict[str, Any]] = {
@@ -28,6 +34,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "narrower, wider than the model": {"cutoffs": (10, 22), "div_val": 2, "d_embed": 32, "proj_same_dim": False},
     "a cluster of one symbol": {"cutoffs": (1, 2, 29), "div_val": 2, "d_embed": 16},
     "no biases": {"cutoffs": (10,), "div_val": 2, "bias": False},
+    "one table, no biases": {"cutoffs": (10, 22), "bias": False},
+    "one table, untied": {"cutoffs": (10, 22), "tie_weights": False},
 }
 ORDERS = ["ascending", "reversed"]
 
@@ -113,6 +121,171 @@ def test_log_probs_losses_and_gradients_equal_a_dense_softmax(shape: str, order:
         torch.testing.assert_close(ours[name], theirs[name], atol=1e-9, rtol=1e-9)
 
 
+TARGETS = {  # first symbol and the one after the last
+    "all in the head": (0, 10),
+    "one cluster empty": (10, 22),
+    "all in the last cluster": (22, V),
+    "all of one symbol": (V - 1, V),
+}
+
+
+@pytest.mark.parametrize("n_logit", [1, 90, 2**24])
+@pytest.mark.parametrize("among", TARGETS)
+@pytest.mark.parametrize("shape", ["one table", "one table, no biases", "narrower", "narrower, untied"])
+def test_clusters_of_any_size_in_shares_of_any_size(
+    shape: str, among: str, n_logit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "SMALL", -1)
+    monkeypatch.setattr(cross_entropy, "BUDGET", n_logit)
+    config, _, softmax = pair(**SHAPES[shape])
+    hidden, _ = text()
+    targets = torch.randint(*TARGETS[among], (2, 40), generator=torch.Generator().manual_seed(3))
+    expected = -dense_log_probs(config, softmax, hidden).gather(-1, targets[..., None])[..., 0]
+    losses = softmax.losses(hidden, targets)
+    torch.testing.assert_close(losses, expected, atol=1e-10, rtol=1e-10)
+    weight = torch.linspace(0.5, 2.0, 80, dtype=torch.float64).view(2, 40)
+    ours, theirs = (grads((found * weight).sum(), hidden, softmax) for found in (losses, expected))
+    for name in ours:
+        # the dense way has none for clusters without a target
+        torch.testing.assert_close(
+            ours[name], theirs.get(name, torch.zeros_like(ours[name])), atol=1e-9, rtol=1e-9, msg=name
+        )
+    assert ours.keys() == {"hidden", *(name for name, _ in softmax.named_parameters())}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+def test_losses_and_gradients_in_fewer_digits(
+    shape: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "SMALL", -1)
+    monkeypatch.setattr(cross_entropy, "BUDGET", 400)
+    (_, _, exact), (_, _, softmax) = pair(**SHAPES[shape]), pair(dtype, **SHAPES[shape])
+    hidden, targets = text()
+    given = hidden.detach().to(dtype).requires_grad_()
+    true = exact.losses(hidden, targets)
+    losses = softmax.losses(given, targets)
+    assert losses.dtype == torch.float32
+    assert float((losses.detach().double() - true.detach()).norm() / true.detach().norm()) < tolerance / 3
+    ours, theirs = grads(losses.sum(), given, softmax), grads(true.sum(), hidden, exact)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert float((ours[name].double() - gradient).norm()) <= tolerance * float(gradient.norm()), name
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_known_counts_change_nothing(shape: str, order: str) -> None:
+    _, _, softmax = pair(**SHAPES[shape], cluster_order=order)
+    hidden, targets = text()
+    counts = softmax.target_counts(targets)
+    edges = [0, *SHAPES[shape].get("cutoffs", ()), V]
+    in_turn = targets.flatten().tolist()
+    assert counts == tuple(sum(start <= symbol < end for symbol in in_turn) for start, end in pairwise(edges))
+    assert torch.equal(softmax.losses(hidden, targets, counts=counts), softmax.losses(hidden, targets))
+
+
+@pytest.mark.parametrize("counts", [(80,), (30, 50), (30, 30, 21), (20, 20, 20, 20)])
+def test_counts_of_other_targets_are_refused(counts: tuple[int, ...]) -> None:
+    _, _, softmax = pair(cutoffs=(10, 22), div_val=2)
+    hidden, targets = text()
+    with pytest.raises(ValueError, match="there are 3 clusters and 80 targets"):
+        softmax.losses(hidden, targets, counts=counts)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses operations that a host waits for a device for: reading numbers, and sizes that depend on them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = ("_local_scalar_dense", "nonzero", "item", "equal.default", "masked_select", "unique", "bincount")
+        if any(word in str(func) for word in waits):
+            raise AssertionError(f"{func} waits")
+        return func(*args, **(kwargs or {}))
+
+
+class NoReading(TorchFunctionMode):
+    """Refuses what reads the numbers of a tensor on the CPU without an operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.item, Tensor.numpy, Tensor.cpu, Tensor.__bool__, Tensor.__int__):
+            raise AssertionError(f"{func} waits")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("n_logit", [90, 2**24])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_with_known_counts_the_host_waits_for_nothing(
+    shape: str, n_logit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "SMALL", -1)
+    monkeypatch.setattr(cross_entropy, "BUDGET", n_logit)
+    _, _, softmax = pair(**SHAPES[shape])
+    hidden, targets = text()
+    counts = softmax.target_counts(targets)
+    with NoWaiting(), NoReading():
+        softmax.losses(hidden, targets, counts=counts).sum().backward()
+    if len(counts) > 1:
+        with NoWaiting(), NoReading(), pytest.raises(AssertionError, match="waits"):
+            softmax.losses(hidden, targets)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_targets_without_data_serve_where_their_counts_are_known(shape: str) -> None:
+    """What no data can be read of waits for nothing."""
+    _, targets = text()
+    counts = pair(**SHAPES[shape])[2].target_counts(targets)
+    config = ModelConfig(d_model=D, vocab_size=V, n_head=2, d_head=8, **SHAPES[shape])
+    with torch.device("meta"):
+        softmax = OutputSoftmax(config, TokenEmbedding(config))
+        hidden, unknown = torch.empty(2, 40, D, requires_grad=True), torch.empty(2, 40, dtype=torch.int64)
+    softmax.losses(hidden, unknown, counts=counts).sum().backward()
+    assert all(leaf.grad is not None for leaf in (hidden, *softmax.parameters()))
+
+
+def model_of(**keys: Any) -> TransformerXL:
+    sizes = {"n_layer": 2, "d_model": D, "vocab_size": V, "n_head": 2, "d_head": 8, "d_inner": 20, "init_std": 0.3}
+    torch.manual_seed(0)
+    return TransformerXL(Config(model=ModelConfig(**{**sizes, **keys}), memory=NoneConfig(), data=DataConfig()))
+
+
+def test_a_model_with_known_counts_waits_for_nothing() -> None:
+    model = model_of(cutoffs=(10, 22), div_val=2)
+    _, targets = text()
+    state, segment = model.init_state(2), Segment(torch.zeros(2, dtype=torch.bool), torch.tensor([40, 17]))
+    expected = model(targets, state, segment, targets).losses_BT
+    counts = model.softmax.target_counts(targets)
+    with NoWaiting(), NoReading():
+        out = model(targets, state, segment, targets, target_counts=counts)
+        out.losses_BT.sum().backward()
+    assert torch.equal(out.losses_BT, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks
+def test_a_compiled_model_is_one_graph_whatever_the_clusters_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graphs = model_of(cutoffs=(10, 22), div_val=2), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    state = model.init_state(2)
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    for step in range(4):
+        targets = torch.randint(*[(0, V), (0, 10), (10, V), (22, V)][step], (2, 40))
+        segment = Segment(torch.zeros(2, dtype=torch.bool), torch.tensor([40, 17 + step]))
+        counts = model.softmax.target_counts(targets)
+        found, exact = (
+            run(targets, state, segment, targets, target_counts=counts).losses_BT for run in (compiled, model)
+        )
+        torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
+        ours, theirs = (torch.autograd.grad(losses.sum(), list(model.parameters())) for losses in (found, exact))
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        state = {name: tensor.detach() for name, tensor in model(targets, state, segment).state.items()}
+    assert len(graphs) == 1 and graphs[0] > 50
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_embedding_equals_a_lookup_symbol_by_symbol(shape: str) -> None:
     config, embedding, _ = pair(**SHAPES[shape])
@@ -148,27 +321,36 @@ def test_half_precision_keeps_log_probabilities_in_float32() -> None:
     assert (losses.double() - exact).abs().mean() < 0.05
 
 
-class Largest(TorchFunctionMode):
-    """Remembers the largest tensor any operation returned."""
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numel = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.numel = max(self.numel, result.numel())
-        return result
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return made
 
 
-def test_training_never_holds_tokens_times_vocabulary() -> None:
-    config = ModelConfig(d_model=8, n_head=1, d_head=8, vocab_size=5000, cutoffs=(50, 500), div_val=2)
+@pytest.mark.parametrize("keys", [{}, {"cutoffs": (50, 500)}, {"cutoffs": (50, 500), "div_val": 2}])
+@pytest.mark.parametrize("vocab_size", [2000, 8000])
+def test_no_tensor_is_larger_than_the_weights_or_the_budget(
+    vocab_size: int, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "SMALL", -1)
+    monkeypatch.setattr(cross_entropy, "BUDGET", 10_000)
+    config = ModelConfig(d_model=8, n_head=1, d_head=8, vocab_size=vocab_size, **keys)
     softmax = OutputSoftmax(config, TokenEmbedding(config))
-    targets = torch.cat([torch.randint(50, (390,)), torch.randint(50, 5000, (10,))])[None]
+    targets = torch.randint(vocab_size, (1, 400), generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(1, 400, 8, requires_grad=True)
     with Largest() as largest:
-        softmax.losses(torch.randn(1, 400, 8), targets)
-    assert largest.numel <= max(400 * 52, 10 * 4500, 5000 * 8) < 400 * 5000 / 10
+        softmax.losses(hidden, targets).sum().backward()
+    table = max(weight.numel() for weight in softmax.weights)
+    assert largest.numel <= max(table, 10_000, hidden.numel()) < 400 * vocab_size / 10
 
 
 @pytest.mark.parametrize(

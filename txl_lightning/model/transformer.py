@@ -160,7 +160,9 @@ class TransformerXL(HubModel, nn.Module):
             metrics.update({f"{name}/L{index}": metric for name, metric in aux.metrics.items()})
         new_state = self.completed(new_state, state, x, segment)
         hidden = self.left(layout.real(x, 1))
-        of_targets = self.masked_losses(hidden, targets_BT, segment, target_counts)
+        # a choice made here, as what a compiled function calls is compiled too
+        read = self._losses_of_clusters if self.config.cutoffs else self.masked_losses
+        of_targets = read(hidden, targets_BT, segment, target_counts)
         return ModelOutput(of_targets, hidden, new_state, losses, metrics)
 
     def entered(
@@ -369,18 +371,12 @@ class TransformerXL(HubModel, nn.Module):
         """(B, T) nats per token, 0 on padding; None without targets."""
         if targets_BT is None:
             return None
-        read = self._losses_of_clusters if self.config.cutoffs else self._losses
-        return read(hidden, targets_BT, segment, target_counts)
-
-    def _losses(
-        self, hidden: Tensor, targets_BT: Tensor, segment: Segment, target_counts: Sequence[int] | None
-    ) -> Tensor:
         losses = self.softmax.losses(hidden, targets_BT, counts=target_counts)
         return torch.where(segment.mask(losses.shape[1]), losses, 0.0)
 
     @torch.compiler.disable  # clusters have other sizes in every step, so nothing is compiled for any of them
-    def _losses_of_clusters(self, *args: Any) -> Tensor:
-        return self._losses(*args)
+    def _losses_of_clusters(self, *args: Any) -> Tensor | None:
+        return self.masked_losses(*args)
 
 
 def token_mask(

@@ -28,7 +28,9 @@ def losses_kernel(logits, target, nll, stride, n_column, BLOCK: tl.constexpr):
         weight = tl.where(column < n_column, tl.exp(logit - higher), 0.0)
         total = total * tl.exp(top - higher) + tl.sum(weight, axis=0)
         top = higher
-    tl.store(nll + row, top + tl.log(total) - target_logit(logits, tl.load(target + row), n_column))
+    # differences of logits first: how high they are together then costs no digits
+    behind = top - target_logit(logits, tl.load(target + row), n_column)
+    tl.store(nll + row, behind + tl.log(total))
 
 
 @triton.jit
@@ -37,12 +39,11 @@ def gradient_kernel(logits, target, nll, grad, stride, n_column, BLOCK: tl.const
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     label, scale = tl.load(target + row), tl.load(grad + row)
-    # read before any column of the row is overwritten
-    lse = tl.load(nll + row) + target_logit(logits, label, n_column)
-    tl.debug_barrier()
+    own, loss = target_logit(logits, label, n_column), tl.load(nll + row)
+    tl.debug_barrier()  # every thread has read it before it is overwritten
     for start in range(0, n_column, BLOCK):
         column = start + tl.arange(0, BLOCK)
         logit = tl.load(logits + column, mask=column < n_column, other=LOW).to(tl.float32)
-        share = tl.exp(logit - lse)
+        share = tl.exp(logit - own - loss)
         share = tl.where(column == label, share - 1.0, share) * scale
         tl.store(logits + column, share.to(logits.dtype.element_ty), mask=column < n_column)
