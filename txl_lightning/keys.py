@@ -10,7 +10,7 @@ from txl_lightning import registry
 from txl_lightning.config import SECTIONS, TOP_KEYS, Config
 from txl_lightning.errors import suggest
 from txl_lightning.options import COMMANDS
-from txl_lightning.section import Section
+from txl_lightning.section import Section, kind_in_words, type_cure
 
 GROUPS = ("experiment", "model", "memory", "data", "optim", "trainer", "strategy", "logger", "callbacks", "debug")
 
@@ -57,13 +57,13 @@ def takes_list(key: str) -> bool:
     return key in SEVERAL or any(hint is Any or "tuple" in str(hint) for hint in hints)
 
 
-def takes(key: str) -> str:
-    """What a key of the schema or of a command holds, in words."""
+def kind(key: str) -> tuple[str, str]:
+    """What a key of the schema or of a command holds, in words, and what it may be set to."""
     head, _, tail = key.rpartition(".")
     for schema in [SECTIONS[head]] if head else _UNDOTTED:
         for item in dataclasses.fields(schema):
             if item.name == tail:
-                return f"it takes {item.type}: {item.metadata['help']}"
+                return kind_in_words(schema, tail), type_cure(item)
     raise AssertionError(key)
 
 

@@ -263,7 +263,9 @@ class BenchOptions(Options):
         return tuple(part for part in BENCH_PARTS if part in named)
 
     def check(self) -> None:
-        named = self.what.split(",") if isinstance(self.what, str) else self.what
+        named = tuple(self.what.split(",")) if isinstance(self.what, str) else self.what
+        if not isinstance(named, tuple) or not all(isinstance(part, str) for part in named):
+            raise self.refuse("what", "must name parts", f"for example what={BENCH_PARTS[0]},{BENCH_PARTS[1]}")
         for part in named:
             if part.strip() not in (*BENCH_PARTS, ""):
                 raise self.refuse("what", f"there is no part {part.strip()}", suggest(part.strip(), BENCH_PARTS))

@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 
 from txl_lightning.config import SECTIONS, TOP_KEYS
 from txl_lightning.errors import ConfigError
-from txl_lightning.keys import GROUPS, PLUGGED, SEVERAL, hint_of, is_text, names, nearest, takes, takes_list
+from txl_lightning.keys import GROUPS, PLUGGED, SEVERAL, hint_of, is_text, kind, names, nearest, takes_list
 from txl_lightning.options import COMMANDS, FREE_TEXT
 
 OURS = {
@@ -180,10 +180,10 @@ def check_value(typed: Typed) -> None:
     hint = hint_of(typed.key)
     if typed.key in FREE_TEXT or typed.is_group or typed.is_hydra or hint is None:
         return
-    if not typed.text and not is_text(hint):
-        raise typed.refuse("has no value", takes(typed.key))
-    if hint is bool and not isinstance(parse(typed).value(), (bool, str)):
-        raise typed.refuse("must be true or false", takes(typed.key))
+    nothing = not typed.text and not is_text(hint)
+    if nothing or (hint is bool and not isinstance(parse(typed).value(), (bool, str))):
+        what, cure = kind(typed.key)
+        raise typed.refuse(f"{'has no value and ' if nothing else ''}must be {what}", cure)
 
 
 def _is_word(text: str) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from txl_lightning.errors import ConfigError, keys_renamed, suggest, yaml_text
 
@@ -74,11 +76,11 @@ class Section:
                 raise self.refuse(item.name, "no such choice", suggest(str(choice), known))
 
 
-def _range_cure(rules: Mapping[str, Any]) -> str:
+def _range_cure(rules: Mapping[str, Any], *, many: bool = False) -> str:
     """What to choose: the whole range, and what the key is for."""
     signs = {"minimum": ">=", "above": ">", "maximum": "<="}
     limits = " and ".join(f"{sign} {rules[name]}" for name, sign in signs.items() if name in rules)
-    return f"choose a value {limits}: {rules['help']}"
+    return f"choose {'values' if many else 'a value'} {limits}: {rules['help']}"
 
 
 def _plain(value: Any) -> Any:
@@ -93,9 +95,6 @@ def _plain(value: Any) -> Any:
 
 def build_section(schema: type[Part], values: Mapping[str, Any], *, path: str) -> Part:
     """Typed and checked dataclass from plain values; `path` is the dotted key in messages."""
-    from omegaconf import OmegaConf  # only here, so that the model itself can be used without it
-    from omegaconf.errors import OmegaConfBaseException
-
     if not isinstance(values, Mapping):
         raise ConfigError(path, values, "must be a group of keys", f"set {path}.KEY=VALUE")
     dotted = f"{path}." if path else ""
@@ -103,29 +102,99 @@ def build_section(schema: type[Part], values: Mapping[str, Any], *, path: str) -
     for name, value in values.items():
         if name not in known:
             raise ConfigError(f"{dotted}{name}", value, "no such key", suggest(str(name), known))
-    # OmegaConf checks types, but would find meanings in texts: ${...}, ???
-    as_they_are = {name: value for name, value in values.items() if _is_free(value, get_type_hints(schema)[name])}
-    rest = {name: value for name, value in values.items() if name not in as_they_are}
-    try:
-        typed: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(schema), rest))
-        with keys_renamed(schema.section, to=path):
-            return schema(**{name: _untyped(value) for name, value in {**typed, **as_they_are}.items()})
-    except OmegaConfBaseException as error:
-        name = str(error.full_key or path)
-        message = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{dotted}{name}", values.get(name), message, _type_cure(schema, name)) from error
+    hints = get_type_hints(schema)
+    typed = {}
+    for name, value in values.items():
+        try:
+            typed[name] = of_kind(value, hints[name])
+        except (ValueError, TypeError) as error:
+            item = next(item for item in dataclasses.fields(schema) if item.name == name)
+            rule = f"must be {kind_in_words(schema, name)}"
+            raise ConfigError(f"{dotted}{name}", value, rule, type_cure(item)) from error
+    with keys_renamed(schema.section, to=path):
+        return schema(**typed)
 
 
-def _is_free(value: Any, hint: Any) -> bool:
-    return hint is Any or (isinstance(value, str) and (hint is str or str in get_args(hint)))
+TRUTHS = {
+    **dict.fromkeys(("true", "yes", "y", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "n", "off", "0"), False),
+}
 
 
-def _untyped(value: Any) -> Any:
-    return tuple(_untyped(item) for item in value) if isinstance(value, list) else value
+def of_kind(value: Any, hint: Any) -> Any:
+    """The value as a field of that type holds it: numbers may be written as text, lists become tuples.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    if get_origin(hint) in (tuple, list):
+        if not isinstance(value, (list, tuple)):
+            raise ValueError("no list")
+        return tuple(of_kind(part, get_args(hint)[0]) for part in value)
+    if get_origin(hint) in (Union, UnionType):
+        return _of_one_of(value, get_args(hint))
+    if hint is Any:
+        return _as_tuples(value)
+    if hint is bool:
+        return value if isinstance(value, bool) else _truth(value)
+    if value is None or isinstance(value, (Mapping, list, tuple)) or (isinstance(value, bool) and hint is not str):
+        raise ValueError("neither a number nor text")
+    if hint is str:
+        return yaml_text(value)
+    if hint is int and isinstance(value, float):
+        raise ValueError("no whole number")
+    return hint(value)
 
 
-def _type_cure(schema: type[Section], name: str) -> str:
-    for item in dataclasses.fields(schema):
-        if item.name == name:
-            return f"it takes {item.type}: {item.metadata.get('help', '')}"
-    return "see --help"
+def _of_one_of(value: Any, kinds: Sequence[Any]) -> Any:
+    """As the first of several types that it fits."""
+    if value is None and type(None) in kinds:
+        return None
+    for kind in (kind for kind in kinds if kind is not type(None)):
+        with suppress(ValueError):
+            return of_kind(value, kind)
+    raise ValueError("none of them")
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, str) or value.lower() not in TRUTHS:
+        raise ValueError("neither true nor false")
+    return TRUTHS[value.lower()]
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def type_cure(item: dataclasses.Field[Any]) -> str:
+    """What to set a key to, for somebody who set it to something of another kind."""
+    rules = item.metadata
+    if {"minimum", "above", "maximum"} & set(rules):
+        return _range_cure(rules, many=str(item.type).startswith("tuple"))
+    if "choices" in rules:
+        return f"choose one of {', '.join(map(yaml_text, rules['choices']))}: {rules['help']}"
+    default = item.default_factory() if callable(item.default_factory) else item.default
+    return f"the default is {yaml_text(default)}: {rules['help']}"
+
+
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+    tuple[int, ...]: "a list of whole numbers",
+    tuple[float, ...]: "a list of numbers",
+    tuple[float, float]: "a list of 2 numbers",
+    tuple[bool, ...]: "a list of true and false",
+    tuple[str, ...]: "a list of texts",
+    int | float: "a number",
+}
+"""Types in words."""
+
+
+def kind_in_words(schema: type, name: str) -> str:
+    """What a key holds, as `a whole number or null`."""
+    hint = get_type_hints(schema)[name]
+    kinds = get_args(hint) if hint not in KINDS and get_origin(hint) in (Union, UnionType) else (hint,)
+    return " or ".join(KINDS.get(kind, str(getattr(kind, "__name__", kind))) for kind in kinds)
