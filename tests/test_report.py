@@ -11,15 +11,27 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing import event_file_loader
 
 from tests.tiny import MODEL, RUN, write_corpus
 from txl_lightning import cli
 from txl_lightning.config import load
 from txl_lightning.report import page as pages
-from txl_lightning.report.panels import POINTS, mean_of, picture, question_of, shown, thinned, title_of
-from txl_lightning.report.record import read
+from txl_lightning.report.panels import (
+    EXPLAINED,
+    POINTS,
+    explained,
+    mean_of,
+    picture,
+    question_of,
+    shown,
+    thinned,
+    title_of,
+)
+from txl_lightning.report.record import Result, read
 from txl_lightning.report.tape import tape
 
 
@@ -196,7 +208,59 @@ def test_damaged_tables_and_results_are_passed_over(runs: Path, tmp_path: Path) 
     (tmp_path / "run" / "csv" / "metrics.csv").write_bytes(table)
     (tmp_path / "run" / "result.json").write_text("[1]")
     record = read(tmp_path / "run", name="run")
-    assert record.curves == {"train/loss": {5: 3.5, 20: 3.25}} and record.result == {}
+    assert record.curves == {"train/loss": {5: 3.5, 20: 3.25}} and record.result == Result()
+
+
+@pytest.mark.parametrize("val", [None, [1], "x", {}, {"loss": None, "bits_per_byte": "x", "ppl": 3.5}])
+def test_figures_that_a_result_lacks_are_left_out(val: object, runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "a", tmp_path / "run")
+    result = json.loads((runs / "a" / "result.json").read_text())
+    lacking = {**result, "val": val, "steps": None, "tokens_per_second": float("nan"), "stopped_by": "SIGTERM"}
+    (tmp_path / "run" / "result.json").write_text(json.dumps(lacking))
+    (tmp_path / "run" / "run.json").write_text('{"command": null, "versions": null, "python": null, "platform": 3}')
+    text = report(f"[{tmp_path / 'run'},{runs / 'b'}]", tmp_path / "page.html")
+    cells = re.search(r"<tr><td[^>]*>run</td>(.*?)</tr>", text)
+    assert cells is not None
+    said = re.findall(r"<td[^>]*>([^<]*)</td>", cells[1])
+    ppl = "3.5000" if val and isinstance(val, dict) else "—"
+    assert said[2:] == [
+        f"{result['parameters']:,}",
+        "—",
+        f"{result['tokens']:,}",
+        "—",
+        "—",
+        ppl,
+        "—",
+        "stopped by SIGTERM",
+    ]
+
+
+def test_each_event_file_is_read_once(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_file, opened = event_file_loader.RawEventFileLoader.__init__, []
+
+    def counting(self: Any, path: str, *rest: Any, **keys: Any) -> None:
+        opened.append(path)
+        read_file(self, path, *rest, **keys)
+
+    monkeypatch.setattr(event_file_loader.RawEventFileLoader, "__init__", counting)
+    report(str(runs / "a"), tmp_path / "page.html")
+    assert sorted(opened) == sorted(map(str, (runs / "a").glob("events.out.tfevents.*"))) and opened
+
+
+def test_only_what_is_shown_is_explained(runs: Path) -> None:
+    """Every word with a colon in a note is part of a curve of that run, and no sentence is for none."""
+    record = read(runs / "a", name="a")
+    training = replace(record, curves={tag: curve for tag, curve in record.curves.items() if tag.startswith("train/")})
+    assert explained("How well does it predict?", [training]) == "Loss is in nats per token."
+    assert explained("Does the memory help?", [training]) == explained("What does it cost?", [training]) == ""
+    assert "Validation reads" in explained("How well does it predict?", [training, record])
+    for question, sentences in EXPLAINED.items():
+        told = explained(question, [record])
+        for name in re.findall(r"(?:^|\. )([a-z_/]+): ", told):
+            assert any(name in tag for tag in record.curves)
+        for pattern, words in sentences.items():
+            own = [tag for tag in shown(record) if re.search(pattern, tag)]
+            assert bool(own) == (words in told), (question, words)
 
 
 @pytest.mark.parametrize("n_step", [1, 600, 601, 1199, 100_001])

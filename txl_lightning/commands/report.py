@@ -12,7 +12,7 @@ from txl_lightning.commands.output import check_out
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.options import ReportOptions
 from txl_lightning.report.page import page
-from txl_lightning.report.record import Record, read
+from txl_lightning.report.record import Record, read, read_config
 from txl_lightning.training.run_folder import CONFIG, runs_under
 
 
@@ -24,7 +24,7 @@ def check(config: Config, options: ReportOptions) -> None:
         raise ConfigError("out", None, "is required", "name the page, for example out=report.html")
     check_out(options.out)
     for folder in run_folders(options):
-        read(folder, name="")
+        read_config(folder)
 
 
 def run(config: Config, options: ReportOptions) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from txl_lightning.comparison.plan import state_bytes
-from txl_lightning.report.panels import EXPLAINED, embedded, sections
+from txl_lightning.report.panels import embedded, explained, sections
 from txl_lightning.report.record import Record
 from txl_lightning.report.tape import tape
 
@@ -53,8 +53,9 @@ def page(records: Sequence[Record], *, title: str, pictures: Mapping[str, bytes]
     ]
     parts.append(_tapes(records))
     for question, drawn in sections(records).items():
-        explained = f"<p class=note>{html.escape(EXPLAINED[question])}</p>" if question in EXPLAINED else ""
-        parts.append(f'<h2>{question}</h2>{explained}<div class="pictures">{"".join(drawn)}</div>')
+        words = explained(question, records)
+        note = f"<p class=note>{html.escape(words)}</p>" if words else ""
+        parts.append(f'<h2>{question}</h2>{note}<div class="pictures">{"".join(drawn)}</div>')
     parts += [_shown(records), _differences(records), _again(records)]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
@@ -64,25 +65,24 @@ def page(records: Sequence[Record], *, title: str, pictures: Mapping[str, bytes]
 
 
 def _summary(records: Sequence[Record]) -> str:
-    scores = sorted({name for record in records for name in record.result.get("val", {})})
+    scores = sorted({name for record in records for name in record.result.val})
     headings = ["run", "memory", "state per lane", "parameters", "steps", "tokens"]
     headings += [f"validation {name.replace('_', ' ')}" for name in scores] + ["tokens/s", "ended"]
     rows = []
     for record in records:
         result = record.result
         row = [record.name, memory_in_words(record), f"{state_bytes(record.config) / 1024:,.1f} KiB"]
-        row += [_count(result.get(name)) for name in ("parameters", "steps", "tokens")]
-        row += [_number(result.get("val", {}).get(name), "{:.4f}") for name in scores]
-        row += [_number(result.get("tokens_per_second"), "{:,.0f}"), _ended(record)]
+        row += [_number(result.figures.get(name), "{:,}") for name in ("parameters", "steps", "tokens")]
+        row += [_number(result.val.get(name), "{:.4f}") for name in scores]
+        row += [_number(result.figures.get("tokens_per_second"), "{:,.0f}"), _ended(record)]
         rows.append(row)
     return table(headings, rows)
 
 
 def _ended(record: Record) -> str:
-    if not record.result:
+    if not record.result.is_there:
         return "not yet: no result.json"
-    stopped = record.result.get("stopped_by")
-    return f"stopped by {stopped}" if stopped else "at its last step"
+    return f"stopped by {record.result.stopped_by}" if record.result.stopped_by else "at its last step"
 
 
 def memory_in_words(record: Record) -> str:
@@ -143,8 +143,9 @@ def _again(records: Sequence[Record]) -> str:
     parts = ["<h2>To run it again</h2>"]
     for record in records:
         facts = record.facts
-        command = shlex.join(["txl", *map(str, facts.get("command", ["", "fit"])[1:])])
-        versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
+        typed, installed = facts.get("command"), facts.get("versions")
+        command = shlex.join(["txl", *map(str, typed[1:] if isinstance(typed, list) else ["fit"])])
+        versions = ", ".join(f"{name} {version}" for name, version in _mapping(installed).items())
         lines = [
             command,
             f"seed {record.config.seed}",
@@ -184,12 +185,12 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _count(value: int | None) -> str:
-    return _number(value, "{:,}")
 
 
 def _number(value: float | None, form: str) -> str:

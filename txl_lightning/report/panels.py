@@ -26,21 +26,42 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
 }
 """Headings, and how the tags below them begin; a longer beginning wins."""
 
-EXPLAINED: dict[str, str] = {
-    "How well does it predict?": "Loss is in nats per token. Validation reads the whole split in lanes, with the "
-    "memory carried along.",
-    "Does the memory help?": "benefit/nats: what the same weights lose on a few segments without their memory; "
-    "benefit/content: with the memory of another text. Above 0 the memory helps. loss_by_age: by tokens since the lane "
-    "last started anew; loss_by_position: by place in the segment.",
-    "What does the memory do?": "attention: the share that goes to memory; by_age: how it is spread over the tokens' "
-    "age; fill: share of the memory in use; norm: size of what it holds; update: what a segment changed, as a share of "
-    "that; terms: the four parts of the scores.",
-    "What does it cost?": "scores: attention scores of a lane so far; full_scores: those of full attention over the "
-    "same text; effective_context: tokens that can matter; context_per_layer: the same in spans of one layer alone.",
-    "How does training go?": "grad_norm: before clipping. warn: how far the loss lies above its lowest point, and the "
-    "gradient's norm in multiples of its median.",
+EXPLAINED: dict[str, dict[str, str]] = {
+    "How well does it predict?": {
+        r"/loss$": "Loss is in nats per token.",
+        r"^val/": "Validation reads the whole split in lanes, with the memory carried along.",
+    },
+    "Does the memory help?": {
+        r"/benefit/nats$": "benefit/nats: what the same weights lose on a few segments without their memory.",
+        r"/benefit/content$": "benefit/content: what they lose with the memory of another text.",
+        r"/benefit/": "Above 0 the memory helps.",
+        r"/probe/": "probe: loss of the same segments with the memory, without it, and with another text's (swapped).",
+        r"/loss_by_age/": "loss_by_age: by tokens since the lane last started anew.",
+        r"/loss_by_position/": "loss_by_position: by place in the segment.",
+    },
+    "What does the memory do?": {
+        r"^memory/attention/": "attention: the share that goes to memory.",
+        r"/attention_by_age/": "attention_by_age: how it is spread over the tokens' age.",
+        r"/fill": "fill: share of the memory in use.",
+        r"/norm": "norm: size of what it holds.",
+        r"/update": "update: what a segment changed, as a share of that.",
+        r"/resets$": "resets: lanes and documents that started anew.",
+        r"/terms/": "terms: shares of the parts of the scores.",
+    },
+    "What does it cost?": {
+        r"^cost/scores$": "scores: attention scores of a lane so far.",
+        r"/full_scores$": "full_scores: those of full attention over the same text.",
+        r"/effective_context$": "effective_context: tokens that can matter.",
+        r"/context_share$": "context_share: the same as a share of the text so far.",
+        r"/context_per_layer$": "context_per_layer: the same in spans of one layer alone.",
+    },
+    "How does training go?": {
+        r"/grad_norm": "grad_norm: before clipping.",
+        r"/loss_rise$": "loss_rise: nats by which the loss lies above its lowest point.",
+        r"/grad_ratio$": "grad_ratio: the gradient's norm in multiples of its median.",
+    },
 }
-"""What the pictures of a heading mean, for somebody who sees them first."""
+"""What the pictures of a heading mean, for somebody who sees them first: a sentence for each kind of tag."""
 
 TOGETHER = ("memory/probe/", "memory/benefit/", "memory/terms/")
 """Beginnings of tags that are one picture where there is one run."""
@@ -66,6 +87,13 @@ def sections(records: Sequence[Record]) -> dict[str, list[str]]:
     for title in sorted({title_of(tag, records) for record in records for tag in shown(record)}, key=_place):
         drawn[question_of(title)].append(picture(title, records))
     return {question: pictures for question, pictures in drawn.items() if pictures}
+
+
+def explained(question: str, records: Sequence[Record]) -> str:
+    """What the pictures under a heading mean: only those that are there."""
+    tags = {tag for record in records for tag in shown(record) if question_of(title_of(tag, records)) == question}
+    sentences = EXPLAINED.get(question, {}).items()
+    return " ".join(words for pattern, words in sentences if any(re.search(pattern, tag) for tag in tags))
 
 
 def shown(record: Record) -> list[str]:

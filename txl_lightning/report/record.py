@@ -25,6 +25,16 @@ Curve = dict[int, float]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Result:
+    """What result.json says; figures that it holds none of are left out."""
+
+    is_there: bool = False  # no while a run is under way
+    figures: dict[str, float] = field(default_factory=dict)
+    val: dict[str, float] = field(default_factory=dict)  # scores of validation
+    stopped_by: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """One run."""
 
@@ -32,7 +42,7 @@ class Record:
     name: str  # tells it from the other runs of the page
     config: Config
     facts: dict[str, Any]  # command, versions, platform; empty where they were not written
-    result: dict[str, Any]  # empty while a run is under way
+    result: Result
     curves: dict[str, Curve] = field(default_factory=dict)
     images: dict[str, tuple[int, bytes]] = field(default_factory=dict)  # the latest of each tag: step and PNG
     texts: dict[str, tuple[int, str]] = field(default_factory=dict)  # the latest of each tag
@@ -44,7 +54,7 @@ def read(path: Path, *, name: str) -> Record:
     Raises:
         ConfigError: the folder holds no run, or its configuration cannot be read.
     """
-    config = _config(path)
+    config = read_config(path)
     tables, events = _tables(path), sorted(path.glob("events.out.tfevents.*"))
     logged = _read_events(path) if events else ({}, {}, {})
     curves = logged[0] or tables
@@ -60,8 +70,8 @@ def read(path: Path, *, name: str) -> Record:
     )
 
 
-def _config(path: Path) -> Config:
-    """The run's configuration. Raises ConfigError."""
+def read_config(path: Path) -> Config:
+    """The run's configuration. Raises ConfigError: the folder holds no run, or it cannot be read."""
     try:
         return Config.from_dict(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
     except OSError as error:
@@ -74,12 +84,26 @@ def _config(path: Path) -> Config:
         raise ConfigError("runs", str(path), f"{path / CONFIG} cannot be read", "give another run") from error
 
 
-def _result(path: Path) -> dict[str, Any]:
+def _result(path: Path) -> Result:
     try:
         found = json.loads((path / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return Result()
+    if not isinstance(found, dict):
+        return Result()
+    stopped = found.get("stopped_by")
+    return Result(
+        is_there=True,
+        figures=_numbers(found),
+        val=_numbers(found.get("val")),
+        stopped_by=stopped if isinstance(stopped, str) else None,
+    )
+
+
+def _numbers(values: object) -> dict[str, float]:
+    """The finite numbers among the values of a mapping."""
+    found = values.items() if isinstance(values, dict) else ()
+    return {name: one for name, one in found if type(one) in (int, float) and math.isfinite(one)}
 
 
 def _tables(path: Path) -> dict[str, Curve]:
