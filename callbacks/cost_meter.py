@@ -32,7 +32,8 @@ class CostMeter(L.Callback):
     cost/scores                attention scores of a layer and head since the reset, mean over lanes: a segment of
                                W tokens costs W (W + min(M, n)), where n tokens of its lane came before it and M is what
                                a layer reads beside its own tokens, mean over layers
-    cost/full_scores           N^2, those of full attention over the N tokens since the reset, mean over lanes
+    cost/full_scores           N^2, those of full attention over the N tokens that the lane was trained on since the
+                               reset, mean over lanes
     cost/saving_percent        100 (1 - scores / full scores), of the sums over lanes
     cost/effective_context     tokens that can have fed a segment's last output: all N, or the segment and the memory's
                                reach, if that is less; mean over lanes. Not where the memory has no formula of its reach
@@ -40,8 +41,9 @@ class CostMeter(L.Callback):
     cost/context_per_layer     the same in multiples of what a single layer would reach
 
     M counts slots and memory tokens, and for knn the keys that are searched. What is read beside attention at a cost
-    that does not depend on length (associative, titans, ...) is not counted. A lane that goes on from a checkpoint is
-    taken to have read whole segments. Nothing is logged of model=lstm, which has no scores.
+    that does not depend on length (associative, titans, ...) is not counted, nor is what was read in a step that was
+    skipped (`trainer.on_divergence`): memory holds none of it. A lane that goes on from a checkpoint is taken to have
+    read whole segments. Nothing is logged of model=lstm, which has no scores.
     """
 
     def __init__(self, config: CostMeterConfig) -> None:
@@ -50,23 +52,35 @@ class CostMeter(L.Callback):
         self._beside: Counter[int] = Counter()
         self._tokens: Tensor | None = None  # (B,) int64 since the lane's reset
         self._scores: Tensor | None = None  # (B,) int64, summed over layers
+        self._before: tuple[Tensor, Tensor] | None = None  # both of them as the optimizer step under way began
+        self._anew: Tensor | None = None  # (B,) bool: lanes that started anew in it
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._counts = pl_module.config.model.architecture == "transformer"
         self._beside = read_beside(pl_module.config) if self._counts else Counter()
-        self._tokens = self._scores = None
+        self._tokens = self._scores = self._before = self._anew = None
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._counts:
             return
         for part in batch if isinstance(batch, list) else [batch]:
             self._count(part.segment)
-        if self._tokens is None or self._scores is None:  # the first batch since training began
-            age = pl_module.lanes.current("train")["age"].to(pl_module.device)
-            self._tokens = age
-            self._scores = scores_so_far(age, self._beside, segment_len=pl_module.config.data.segment_len)
-        if pl_module.logs_now():
+        if pl_module.at_border:
+            if pl_module.left_out:
+                self._take_back()
+            if self._tokens is None:
+                self._begin(pl_module)
+            self._before = None if self._tokens is None or self._scores is None else (self._tokens, self._scores)
+            self._anew = None
+        if pl_module.logs_now() and self._tokens is not None:
             pl_module.log_curves(self._figures(pl_module))
+
+    def _begin(self, module: Any) -> None:
+        """Take over what the lanes have read before anything was counted; nothing if they hold nothing yet."""
+        state = module.lanes.current("train")
+        if state is not None:
+            self._tokens = age = state["age"].to(module.device)
+            self._scores = scores_so_far(age, self._beside, segment_len=module.config.data.segment_len)
 
     def _count(self, segment: Segment) -> None:
         if self._tokens is None or self._scores is None:
@@ -79,6 +93,15 @@ class CostMeter(L.Callback):
         alive = segment.length > 0
         self._scores = torch.where(alive, done + segment_scores(n_new, before, self._beside), self._scores)
         self._tokens = torch.where(alive, after, self._tokens)
+        began = alive & (segment.reset | anew)
+        self._anew = began if self._anew is None else self._anew | began
+
+    def _take_back(self) -> None:
+        """The step was skipped: lanes stand where they stood, and those that started anew in it have read nothing."""
+        if self._before is None or self._anew is None:
+            self._tokens = self._scores = None
+            return
+        self._tokens, self._scores = (torch.where(self._anew, 0, part) for part in self._before)
 
     def _figures(self, module: Any) -> dict[str, Tensor]:
         assert self._tokens is not None and self._scores is not None
@@ -95,6 +118,8 @@ class CostMeter(L.Callback):
             sums["context"] = tokens.clamp(max=segment_len + reach).sum()
             sums["alone"] = tokens.clamp(max=segment_len + one_layer).sum()
         sums = module.over_ranks({name: value.to(tokens.dtype) for name, value in sums.items()}, by="sum")
+        if not sums["lanes"]:  # all have just been taken back
+            return {}
         found = {
             "cost/scores": sums["scores"] / sums["lanes"],
             "cost/full_scores": sums["full"] / sums["lanes"],

@@ -37,7 +37,8 @@ class ThroughputConfig(Section):
 class Throughput(L.Callback):
     """Logs at each point of the curves:
 
-    perf/tokens_per_second   targets trained on per second since the last point, over all ranks, without validation
+    perf/tokens_per_second   targets read for training per second since the last point, over all ranks, without
+                             validation; also those of steps that were skipped, which take their time too
     perf/mfu                 model FLOPs utilisation: matrix products of the model that those tokens take, forward and
                              backward (recomputation not counted), as a share of what all devices could do; only where
                              the peak is given (`peak_tflops`) or known

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.points import watched
+from tests.test_divergence import poisoned
 from tests.tiny import tiny_config, write_corpus
 from txl_lightning.callbacks.cost_meter import read_beside, scores_so_far, segment_scores
 from txl_lightning.choices import option_files
@@ -62,6 +63,40 @@ def test_documents_begin_their_own_count(tmp_path: Path) -> None:
     assert tokens == [4, 2, 6, 4, 2, 6]
     # a document's first tokens in a segment have nothing before them; the ones that follow read those as memory
     assert list(points.curve("cost/scores").values()) == 2 * [4 * 4, 2 * 2, 2 * 2 + 4 * (4 + 2)]
+
+
+SKIPPING = ["trainer.on_divergence=skip", "memory.mem_len=8", "data.batch_size=2"]
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_a_skipped_step_costs_nothing(segments: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures stand still where memory does, and N is what memory has been through: the age of its lanes."""
+    poisoned(monkeypatch, {0: float("nan"), 5: float("nan")})
+    keys = [f"trainer.accumulate_grad_batches={segments}", "trainer.max_steps=7"]
+    cost = cost_of(tmp_path, *SKIPPING, *keys, train=128)
+    made, n, want = 5 // segments, 0, []
+    for step in range(7):
+        n += 0 if step in (0, made) else 4 * segments
+        want.append(n)
+    assert [cost["full_scores"].get(step, 0) ** 0.5 for step in range(1, 8)] == want
+    scores = [4 * (4 + min(8, 4 * index)) for index in range(7 * segments)]
+    assert [cost["scores"].get(step, 0) for step in range(1, 8)] == [sum(scores[: n // 4]) for n in want]
+
+
+def test_a_document_that_began_in_a_skipped_step_has_read_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One lane of documents of 6 tokens, 4 at a time; the second document begins in the segment that is skipped."""
+    (tmp_path / "corpus.txt").write_text("abcd\n" * 40)
+    poisoned(monkeypatch, {1: float("nan")})
+    config = tiny_config(
+        tmp_path, "data.document=line", "memory.reset=document", "callbacks=cost_meter", "trainer.log_every_n_steps=1",
+        "trainer.val_check_interval=1000", "data.segment_len=4", "trainer.max_steps=6", *SKIPPING[:2],
+        "data.batch_size=1",
+    )  # fmt: skip
+    points, _ = watched(config)
+    tokens = {step: value**0.5 for step, value in points.curve("cost/full_scores").items()}
+    assert tokens == {1: 4, 3: 4, 4: 4, 5: 2, 6: 6}
 
 
 @pytest.mark.parametrize("beside", [0, 3, 4, 8, 9])

@@ -208,6 +208,7 @@ def test_a_run_that_diverged_goes_on_when_told_to_skip(
     assert saved(here / "run")["global_step"] == 11
     assert cli.main(["fit", "resume=run", "trainer.on_divergence=skip"]) == 0
     assert saved(here / "run")["txl_lightning"]["divergence"]["skipped"] == 1
+    assert "1 of the steps, whose tokens are counted" in capsys.readouterr().out
 
 
 @pytest.mark.distributed

@@ -251,6 +251,8 @@ def show_result(fitted: Fitted) -> None:
         for name, value in result.get(stage, {}).items():
             table.add_row(f"{stage}/{name}", f"{value:.4f}")
     table.add_row("trained", f"{result['tokens']:,} tokens in {result['train_seconds']:.1f} s")
+    if result["skipped_steps"]:
+        table.add_row("skipped", f"{result['skipped_steps']:,} of the steps, whose tokens are counted")
     table.add_row("speed", f"{result['tokens_per_second']:,.0f} tokens/s")
     Console().print(table)
     if not result["steps"]:

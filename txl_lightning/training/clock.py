@@ -9,7 +9,7 @@ class Clock:
     """A stopwatch that validation pauses."""
 
     def __init__(self) -> None:
-        self.tokens = 0  # targets trained on, over all ranks
+        self.tokens = 0  # targets read for training, over all ranks; those of skipped steps too
         self._seconds = 0.0
         self._since: float | None = None
 
