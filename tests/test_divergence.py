@@ -203,8 +203,8 @@ def test_a_run_that_diverged_goes_on_when_told_to_skip(
 ) -> None:
     poisoned(monkeypatch, {11: 4.0})
     assert cli.main(typed("run_dir=run", "trainer.max_loss_rise=1.0")) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("error: loss of ") and "trainer.max_loss_rise=1.0" in said
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("data: ")]
+    assert len(said) == 1 and said[0].startswith("error: loss of ") and "trainer.max_loss_rise=1.0" in said[0]
     assert saved(here / "run")["global_step"] == 11
     assert cli.main(["fit", "resume=run", "trainer.on_divergence=skip"]) == 0
     assert saved(here / "run")["txl_lightning"]["divergence"]["skipped"] == 1
