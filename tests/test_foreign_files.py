@@ -14,9 +14,11 @@ import tracemalloc
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
@@ -26,11 +28,12 @@ from torch import Tensor, nn
 from tests.test_layouts import losses, make, stream
 from tests.theirs import random_state
 from tests.tiny import write_corpus
-from txl_lightning import load_checkpoint
+from txl_lightning import TextDataModule, TransformerXLModule, load_checkpoint
 from txl_lightning.checkpoints import files, from_reference, read_config, unpickler
 from txl_lightning.cli import main
 from txl_lightning.commands import export, import_
 from txl_lightning.config import Config, ConfigError, load
+from txl_lightning.evaluation.cached import evaluate
 from txl_lightning.options import ExportOptions, ImportOptions
 
 AUTHORS = make("authors", div_val=2, d_embed=8, tie_projs=[False, True, False])
@@ -363,6 +366,22 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     typed = ["data=text", f"data.path={folder / 'corpus.txt'}", "eval.batch_size=2"]
     assert run("import", f"src={folder}/model.bin", f"to={folder}/mine.ckpt", "layout=huggingface", *typed) == 0
     return folder
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")  # plain Lightning looks at its loaders
+def test_plain_lightning_loads_what_was_imported(imported: Path, tmp_path: Path) -> None:
+    file, corpus = str(imported / "mine.ckpt"), write_corpus(tmp_path / "book.txt")
+    stored = Config.from_dict(read_config(file))
+    own = load(["data=text", f"data.path={corpus}", f"data.segment_len={stored.data.segment_len}"])
+    config = replace(stored, data=own.data, trainer=replace(stored.trainer, precision="32-true"))
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    data = TextDataModule(config, test_split="test")
+    loaded = TransformerXLModule.load_from_checkpoint(file, config=config)
+    trainer.test(loaded, data, verbose=False)
+    given = TransformerXLModule(config)
+    trainer.test(given, data, ckpt_path=file, weights_only=True, verbose=False)
+    expected = evaluate(config, load_checkpoint(file, config), split="test").scores
+    assert loaded.scores["test"] == given.scores["test"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_an_imported_checkpoint_is_scored(imported: Path, capsys: pytest.CaptureFixture[str]) -> None:

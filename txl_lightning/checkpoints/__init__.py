@@ -11,6 +11,7 @@ from txl_lightning.checkpoints.own import (
     read_checkpoint,
     read_config,
     read_stand,
+    weights_alone,
 )
 from txl_lightning.checkpoints.reference import from_reference, to_reference
 
@@ -27,4 +28,5 @@ __all__ = [
     "read_config",
     "read_stand",
     "to_reference",
+    "weights_alone",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,32 @@ def read_stand(path: str) -> Stand:
         lane_chunks=config.trainer.lane_chunks,
         strategy=config.strategy,
     )
+
+
+def weights_alone(
+    weights: Mapping[str, torch.Tensor],
+    *,
+    config: Mapping[str, Any],
+    data_fingerprint: str | None,
+    vocab: Mapping[str, Any] | None,
+    step: int = 0,
+) -> dict[str, Any]:
+    """A checkpoint to evaluate and sample with, for `txl` and for plain Lightning.
+
+    Args:
+        weights: by their names in the LightningModule.
+        config: `Config.to_dict`.
+        data_fingerprint: of the text that was trained on; None: not known.
+        vocab: `Vocab.to_dict`; None: not known.
+        step: optimizer steps that were made.
+    """
+    own = {"config": dict(config), "data_fingerprint": data_fingerprint, "vocab": vocab, "lanes": {}}
+    return {
+        "state_dict": dict(weights),
+        "global_step": step,
+        "pytorch-lightning_version": version("lightning"),  # by it lightning knows its own
+        "txl_lightning": own,
+    }
 
 
 def load_checkpoint(path: str, config: Config | None = None) -> TransformerXL:

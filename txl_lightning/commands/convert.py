@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from txl_lightning.checkpoints import checkpoint_file, read_checkpoint
+from txl_lightning.checkpoints import checkpoint_file, read_checkpoint, weights_alone
 from txl_lightning.commands.output import check_out
 from txl_lightning.config import Config
 from txl_lightning.options import ConvertOptions
@@ -46,13 +45,13 @@ def convert(ckpt: str) -> dict[str, Any]:
     """Weights in float32, tied ones once, and what evaluation and generation need beside them. Raises ConfigError."""
     saved = read_checkpoint(ckpt)
     own = saved["txl_lightning"]
-    kept = {name: own.get(name) for name in ("config", "data_fingerprint", "vocab")}
-    return {
-        "state_dict": _single(saved["state_dict"]),
-        "global_step": saved.get("global_step"),
-        "pytorch-lightning_version": version("lightning"),  # by it lightning knows its own
-        "txl_lightning": {**kept, "lanes": {}},
-    }
+    return weights_alone(
+        _single(saved["state_dict"]),
+        config=own["config"],
+        data_fingerprint=own["data_fingerprint"],
+        vocab=own.get("vocab"),
+        step=saved.get("global_step", 0),
+    )
 
 
 def _single(weights: dict[str, Tensor]) -> dict[str, Tensor]:

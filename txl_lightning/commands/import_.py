@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from txl_lightning.checkpoints import files
+from txl_lightning.checkpoints import files, weights_alone
 from txl_lightning.checkpoints.conventions import replace_lengths
 from txl_lightning.checkpoints.reference import from_reference
 from txl_lightning.commands.output import check_out
@@ -62,9 +62,9 @@ def convert(config: Config, options: ImportOptions) -> tuple[TransformerXL, dict
         raise options.refuse("src", "the file holds no configuration, and none is beside it", cure)
     model = from_reference(held.state, held.config, options.layout)
     whole = replace_lengths(config, model.run_config)
-    own = {"config": whole.to_dict(), "lanes": {}, "data_fingerprint": None, "vocab": _vocab(options, model)}
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    return model, {"state_dict": weights, "txl_lightning": own}
+    vocab = _vocab(options, model)
+    return model, weights_alone(weights, config=whole.to_dict(), data_fingerprint=None, vocab=vocab)
 
 
 def _vocab(options: ImportOptions, model: TransformerXL) -> dict[str, Any] | None:
