@@ -80,14 +80,18 @@ class Batch(NamedTuple):
     segment: Segment
     n_target: int  # scored targets of this step over ALL lanes of all ranks
     position: Position
+    target_counts: tuple[int, ...] | None = None  # targets in each cluster of the vocabulary, where they are known
 
     def share(self, chunk: Chunk) -> Batch:
         """The same segment of fewer lanes; `n_target` still counts all."""
+        if chunk.count == 1:
+            return self
         reset, length, document = self.segment
         return self._replace(
             tokens_BT=chunk.of(self.tokens_BT),
             targets_BT=chunk.of(self.targets_BT),
             segment=Segment(chunk.of(reset), chunk.of(length), None if document is None else chunk.of(document)),
+            target_counts=None,
         )
 
 

@@ -108,7 +108,7 @@ def training(config: Config) -> Task:
 
     def step() -> None:
         nonlocal mems
-        tokens = next(text)[:, :-1]
+        tokens = next(text).tokens_BT
         with autocast(config):
             out = model(tokens, mems=mems, labels=tokens)
         optimizer.zero_grad()
@@ -131,7 +131,7 @@ def evaluation(config: Config) -> Task:
     @torch.inference_mode()
     def read() -> None:
         nonlocal mems
-        tokens = next(text)[:, :-1]
+        tokens = next(text).tokens_BT
         with autocast(config):
             mems = model(tokens, mems=mems, labels=tokens).mems
 
@@ -147,7 +147,7 @@ def decoding(config: Config) -> Task:
     @torch.inference_mode()
     def read() -> None:
         nonlocal mems
-        mems = model(next(text)[:, :1], mems=mems).mems
+        mems = model(next(text).tokens_BT, mems=mems).mems
 
     return Task(
         part="decoding",

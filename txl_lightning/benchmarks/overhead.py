@@ -20,6 +20,7 @@ from txl_lightning.benchmarks.workloads import common, drawn, one_pass, optimize
 from txl_lightning.config import Config
 from txl_lightning.data.lanes import LaneLoader
 from txl_lightning.training.compiling import training_forward
+from txl_lightning.training.datamodule import counted
 from txl_lightning.training.module import TransformerXLModule
 from txl_lightning.training.optim import build_optimizer
 from txl_lightning.training.trainer import build_trainer, device_kind
@@ -110,16 +111,16 @@ class _Turns(L.Callback):
         self.left, self.start = self.steps, self.now()
 
     def _segments(self, pl_module: L.LightningModule) -> Iterator[Batch]:
-        batches = [pl_module.transfer_batch_to_device(b, pl_module.device, 0) for b in _loader(self.config)]
+        cutoffs = self.config.model.cutoffs
+        loaded = [counted(batch, cutoffs=cutoffs) if cutoffs else batch for batch in _loader(self.config)]
+        batches = [pl_module.transfer_batch_to_device(batch, pl_module.device, 0) for batch in loaded]
         return itertools.cycle(batches)
 
     def _bare(self, steps: int) -> float:
         """Seconds of so many steps."""
         start = self.now()
         for _ in range(steps):
-            batch = next(self.text)
-            tokens, targets, segment = batch.tokens_BT, batch.targets_BT, batch.segment
-            new = optimizer_step(self.forward.read, self.optimizer, tokens, targets, self.state, self.config, segment)
+            new = optimizer_step(self.forward.read, self.optimizer, next(self.text), self.state, self.config)
             self.state = self.forward.kept(new, self.state)
         synchronise(self.kind)
         return self.now() - start

@@ -18,12 +18,13 @@ from txl_lightning.build import segments_at_once
 from txl_lightning.config import Config, TrainerConfig
 from txl_lightning.generation import Session
 from txl_lightning.model.architectures import make_model
-from txl_lightning.model.tables import Tables
+from txl_lightning.model.reading import Reader
+from txl_lightning.model.softmax import target_counts
 from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.training.compiling import training_forward
 from txl_lightning.training.optim import build_optimizer
 from txl_lightning.training.trainer import device_kind, resolve_precision
-from txl_lightning.types import Segment, State, detach, n_byte
+from txl_lightning.types import Batch, Position, Segment, State, detach, n_byte
 
 POOL = 8  # different segments that take turns
 
@@ -49,9 +50,14 @@ def drawn(config: Config, *, lanes: int, n_token: int, seed: int = 0) -> Tensor:
     return torch.searchsorted(ends, places).clamp(max=len(ends) - 1).to(device_kind(config))
 
 
-def turns(config: Config, *, lanes: int, n_token: int) -> Iterator[Tensor]:
-    """Segments with the targets behind them, (B, n_token + 1), again and again."""
-    pool = [drawn(config, lanes=lanes, n_token=n_token + 1, seed=number) for number in range(POOL)]
+def turns(config: Config, *, lanes: int, n_token: int) -> Iterator[Batch]:
+    """Segments of n_token tokens, again and again; what the CPU can count is counted."""
+    pool = []
+    for number in range(POOL):
+        text = drawn(config, lanes=lanes, n_token=n_token + 1, seed=number)
+        tokens, targets = text[:, :-1], text[:, 1:]
+        counts = target_counts(targets, cutoffs=config.model.cutoffs) if config.model.cutoffs else None
+        pool.append(Batch(tokens, targets, Segment.full(tokens), tokens.numel(), Position(0, number), counts))
     while True:
         yield from pool
 
@@ -68,7 +74,7 @@ def warm(model: TransformerXL, state: State, config: Config, *, segment_len: int
     with torch.no_grad(), autocast(config):
         while read < 2 or filled != in_use(state):
             filled = in_use(state)
-            state = model(next(text)[:, :-1], state, None, **more).state
+            state = model(next(text).tokens_BT, state, None, **more).state
             read += 1
     return detach(state)
 
@@ -96,9 +102,7 @@ def training(config: Config, *, label: str) -> Task:
 
     def step() -> None:
         nonlocal state
-        tokens = next(text)
-        new = optimizer_step(forward.read, optimizer, tokens[:, :-1], tokens[:, 1:], state, config)
-        state = forward.kept(new, state)
+        state = forward.kept(optimizer_step(forward.read, optimizer, next(text), state, config), state)
 
     facts = {**common(config, "data.segment_len", n_token, lanes), "state_bytes_per_lane": n_byte(state) / lanes}
     return Task(part="training", label=label, run=step, amount=lanes * n_token, facts=facts)
@@ -107,16 +111,14 @@ def training(config: Config, *, label: str) -> Task:
 def optimizer_step(
     model: Callable[..., Any],
     optimizer: torch.optim.Optimizer,
-    tokens_BT: Tensor,
-    targets_BT: Tensor,
+    batch: Batch,
     state: State,
     config: Config,
-    segment: Segment | None = None,
 ) -> State:
     """One update as a bare loop makes it, without trainer, checks and logging; the memory after it."""
     optimizer.zero_grad()
     with autocast(config):
-        out = model(tokens_BT, state, segment, targets_BT)
+        out = model(batch.tokens_BT, state, batch.segment, batch.targets_BT, target_counts=batch.target_counts)
     loss = out.losses_BT.mean() + sum(out.aux_losses.values())
     loss.backward()
     if config.optim.clip:
@@ -136,9 +138,10 @@ def one_pass(keys: TrainerConfig) -> TrainerConfig:
 def evaluation(config: Config, *, label: str, by_layers: bool = False) -> Task:
     """One segment of every lane scored with the memory carried along, or several at once layer by layer."""
     lanes, n_token = config.eval_batch_size, config.eval_segment_len
-    model, tables = made(config).eval(), Tables()
+    model = made(config).eval()
+    reader = Reader(model)
     state = model.init_state(lanes, form="projected", dtype=state_dtype(config))
-    state = warm(model, state, config, segment_len=n_token, tables=tables)
+    state = warm(model, state, config, segment_len=n_token, tables=reader.tables)
     at_once = segments_at_once(config, lanes=lanes, segment_len=n_token) if by_layers else 1
     text = turns(config, lanes=lanes, n_token=n_token * at_once)
     segments = [Segment.full(drawn(config, lanes=lanes, n_token=n_token)) for _ in range(at_once)]
@@ -146,13 +149,13 @@ def evaluation(config: Config, *, label: str, by_layers: bool = False) -> Task:
     @torch.inference_mode()
     def read() -> None:
         nonlocal state
-        tokens = next(text)
+        batch = next(text)
         with autocast(config):
             if by_layers:
-                out = model.read_by_layers(tokens[:, :-1], state, segments, tokens[:, 1:], tables=tables)
+                tokens, targets = batch.tokens_BT, batch.targets_BT
+                state = model.read_by_layers(tokens, state, segments, targets, tables=reader.tables).state
             else:
-                out = model(tokens[:, :-1], state, None, tokens[:, 1:], tables=tables, donate=True)
-        state = out.state
+                _, state = reader.read(batch, state)
 
     facts = {
         **common(config, "eval.segment_len", n_token, lanes),

@@ -19,8 +19,9 @@ from txl_lightning.build import segments_at_once
 from txl_lightning.config import Config
 from txl_lightning.data.lanes import LaneLoader, used_lanes
 from txl_lightning.data.vocab import Tokens
+from txl_lightning.model.reading import Reader
 from txl_lightning.model.tables import Tables
-from txl_lightning.model.transformer import ModelOutput, TransformerXL
+from txl_lightning.model.transformer import TransformerXL
 from txl_lightning.types import Batch, Segment, State
 
 Nats = npt.NDArray[np.float32]
@@ -56,7 +57,7 @@ def stretch_losses(
     if anew and config.memory.reset != "document":
         config = replace(config, memory=replace(config.memory, reset="segment"))
     loader = _lanes_of(config, tokens, separator=separator)
-    start_B, tables = loader.layout.starts(), Tables()
+    start_B, reader = loader.layout.starts(), Reader(model)
     state = model.init_state(loader.layout.lanes, form="projected")
     nats = np.zeros(len(tokens) - 1, dtype=np.float32)
     place, age = np.zeros((2, len(tokens) - 1), dtype=np.int64)
@@ -64,9 +65,8 @@ def stretch_losses(
     for group in loader:
         batches = [on_device(batch, model.device) for batch in (group if isinstance(group, list) else [group])]
         batches = [_anew(batch) for batch in batches] if anew else batches
-        out = _read(model, batches, state, tables)
-        state = out.state
-        losses = out.losses_BT.float().cpu().split(loader.layout.segment_len, dim=1)  # type: ignore[union-attr]
+        losses_BN, state = _read(reader, batches, state)
+        losses = losses_BN.float().cpu().split(loader.layout.segment_len, dim=1)
         for batch, losses_BT in zip(batches, losses, strict=True):
             age_BT = _ages(batch, ages_B)
             ages_B = age_BT[:, -1]
@@ -147,17 +147,18 @@ def _lanes_of(config: Config, tokens: Tokens, *, separator: int | None) -> LaneL
     )
 
 
-def _read(model: TransformerXL, batches: list[Batch], state: State, tables: Tables) -> ModelOutput:
+def _read(reader: Reader, batches: list[Batch], state: State) -> tuple[Tensor, State]:
     if len(batches) == 1:
-        (batch,) = batches
-        return model(batch.tokens_BT, state, batch.segment, batch.targets_BT, tables=tables)
-    return model.read_by_layers(
+        return reader.read(batches[0], state)
+    out = reader.model.read_by_layers(
         torch.cat([batch.tokens_BT for batch in batches], dim=1),
         state,
         [batch.segment for batch in batches],
         torch.cat([batch.targets_BT for batch in batches], dim=1),
-        tables=tables,
+        tables=reader.tables,
     )
+    assert out.losses_BT is not None
+    return out.losses_BT, out.state
 
 
 def _anew(batch: Batch) -> Batch:

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from txl_lightning.config import Config, build_named
 from txl_lightning.data.vocab import Tokens
+from txl_lightning.model.reading import Reader
 from txl_lightning.model.tables import Tables
 from txl_lightning.model.transformer import TransformerXL
-from txl_lightning.types import Segment
+from txl_lightning.types import Batch, Position, Segment
 
 PUBLISHED = {800: 363.0, 1800: 773.0, 2800: 1409.0, 3800: 1874.0}
 """Transformer-XL's Table 9: attention length to speed-up over a vanilla model of the same size on one GPU."""
@@ -144,16 +145,15 @@ def _pace(config: Config, cached: TransformerXL, plain: TransformerXL, text: Ten
 
 def _read_cached(model: TransformerXL, text_N: Tensor, *, segment_len: int) -> tuple[Tensor, list[tuple[float, int]]]:
     """(N - 1,) losses in one lane, and seconds and tokens of each segment."""
-    state, tables, losses, seconds = model.init_state(1, form="projected"), Tables(), [], []
+    state, reader, losses, seconds = model.init_state(1, form="projected"), Reader(model), [], []
     for start in range(0, len(text_N) - 1, segment_len):
         inputs = text_N[None, start : min(start + segment_len, len(text_N) - 1)]
         targets = text_N[None, start + 1 : start + 1 + inputs.shape[1]]
         segment = Segment.full(inputs)._replace(reset=torch.tensor([start == 0], device=inputs.device))
         began = _now(model)
-        out = model(inputs, state, segment, targets, tables=tables)
+        losses_BT, state = reader.read(Batch(inputs, targets, segment, targets.numel(), Position(0, 0)), state)
         seconds.append((_now(model) - began, inputs.shape[1]))
-        state = out.state
-        losses.append(out.losses_BT[0])
+        losses.append(losses_BT[0])
     return torch.cat(losses), seconds
 
 

@@ -127,6 +127,11 @@ class Graphs:
         self._places: Places | None = None
         self._kinds: dict[Hashable, Captured] = {}
 
+    @property
+    def records(self) -> bool:
+        """Whether anything is recorded at all."""
+        return self._make is not None
+
     def run(
         self,
         module: nn.Module,

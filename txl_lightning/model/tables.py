@@ -38,7 +38,7 @@ class Tables:
 
     def projected(self, position: Position, table: DistanceTable) -> DistanceTable:
         """The same table with what the layer's position makes of its rows."""
-        stamp = (_weights(position), autocast_type(table.rows_WD.device), table.rows_WD.device, table.rows_WD.dtype)
+        stamp = (weights_of(position), autocast_type(table.rows_WD.device), table.rows_WD.device, table.rows_WD.dtype)
         known, kept = self._projected.get(position, (None, table))
         if known != stamp or kept.first < table.first or kept.ahead < table.ahead:
             made = position.project(table)
@@ -50,7 +50,7 @@ class Tables:
         return kept.part(first=table.first, ahead=table.ahead)
 
 
-def _weights(part: nn.Module) -> tuple[Any, ...]:
+def weights_of(part: nn.Module) -> tuple[Any, ...]:
     """What changes when a module's weights do.
 
     ZeRO 3 puts a weight together for its use, each time in another place, on each rank in one of its own: there it is

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as L
@@ -12,6 +12,7 @@ from txl_lightning.config import Config
 from txl_lightning.data.lanes import LaneLoader, used_lanes
 from txl_lightning.data.order import units_of
 from txl_lightning.data.store import TokenData, check_training, prepare
+from txl_lightning.model.softmax import target_counts
 from txl_lightning.ranks import check_chunks
 from txl_lightning.types import Batch
 
@@ -46,6 +47,11 @@ class TextDataModule(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         _ = self.data
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Count the targets of each cluster of the vocabulary while they are on the CPU: later a GPU is waited for."""
+        cutoffs = self.config.model.cutoffs
+        return counted(batch, cutoffs=cutoffs) if cutoffs else batch
 
     def train_dataloader(self) -> LaneLoader:
         keys = self.config.data
@@ -126,3 +132,10 @@ def one_by_one(loader: LaneLoader) -> Iterator[Batch]:
     """The batches of a loader, also where it hands out several at a time (`eval.schedule`)."""
     for read in loader:
         yield from read if isinstance(read, list) else [read]
+
+
+def counted(batch: Batch | list[Batch], *, cutoffs: Sequence[int]) -> Batch | list[Batch]:
+    """The same with the targets of each cluster counted."""
+    if isinstance(batch, list):
+        return [part._replace(target_counts=target_counts(part.targets_BT, cutoffs=cutoffs)) for part in batch]
+    return batch._replace(target_counts=target_counts(batch.targets_BT, cutoffs=cutoffs))

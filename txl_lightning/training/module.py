@@ -13,7 +13,7 @@ from txl_lightning.checkpoints import lane_files
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.store import TokenData
 from txl_lightning.model.architectures import make_model
-from txl_lightning.model.tables import Tables
+from txl_lightning.model.reading import Reader
 from txl_lightning.model.transformer import ModelOutput, TransformerXL
 from txl_lightning.ranks import check_chunks
 from txl_lightning.training import progress, rng
@@ -57,7 +57,7 @@ class TransformerXLModule(Judging):
         self._schedule: LRScheduler | None = None
         self._average = [MovingAverage(config.optim.ema)] if config.optim.ema else []
         self._reported: dict[str, Tensor] = {}  # what the latest training step's memory said
-        self._tables: Tables | None = None  # projected distances of the evaluation under way
+        self._readers: dict[str, Reader] = {}  # by stage, of the evaluation under way
         self._forward = Forward(self.model, captured=False)  # what training calls
         self._read_text: str | None = None  # fingerprint of what the lanes hold
 
@@ -247,7 +247,7 @@ class TransformerXLModule(Judging):
             self.draw_point()
             if isinstance(self._schedule, Plateau) and self._validation_was_due():
                 self._schedule.tell(self.scores["val"]["loss"])
-        self._tables = None
+        self._readers.clear()
         self.lanes.drop("sanity/")
         self.lanes.drop("val/")
 
@@ -261,7 +261,7 @@ class TransformerXLModule(Judging):
 
     def on_test_epoch_end(self) -> None:
         self._log_scores("test", self.eval_loss)
-        self._tables = None
+        self._readers.clear()
         self.lanes.drop("test/")
 
     def configure_callbacks(self) -> list[L.Callback]:
@@ -410,14 +410,10 @@ class TransformerXLModule(Judging):
         source = getattr(self._trainer, "datamodule", None)
         return source.data if isinstance(source, TextDataModule) else None
 
-    def _read(self, batch: Batch, state: State, *, tables: Tables | None = None) -> ModelOutput:
-        """Read one segment."""
-        if tables is None and self.training:
-            return self._forward.read(batch.tokens_BT, state, batch.segment, batch.targets_BT)
-        if tables is None:
-            return self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT)
-        # the state belongs to the evaluation's own lanes, and nobody asks for the one before
-        return self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT, tables=tables, donate=True)
+    def _read(self, batch: Batch, state: State) -> ModelOutput:
+        """Read one segment in training, or as training does."""
+        read = self._forward.read if self.training else self.model
+        return read(batch.tokens_BT, state, batch.segment, batch.targets_BT, target_counts=batch.target_counts)
 
     def fresh_state(self, lanes: int, stage: str) -> State:
         """Memory of lanes that have read nothing, as a stage keeps it."""
@@ -435,26 +431,29 @@ class TransformerXLModule(Judging):
 
     def _eval_step(self, batch: Batch | list[Batch], dataloader_idx: int) -> Tensor:
         """Losses of one segment, or of several at once layer by layer."""
-        self._tables = self._tables if self._tables is not None else Tables()
         stage, group = stage_of(self.trainer, dataloader_idx), batch if isinstance(batch, list) else [batch]
+        if stage not in self._readers:
+            # ZeRO puts weights together anew for each use
+            self._readers[stage] = Reader(self.model, capture=False if engine_of(self.trainer) is not None else None)
+        reader = self._readers[stage]
         state = self.lanes.read(stage, group[0], lambda lanes: self.fresh_state(lanes, stage))
         if len(group) == 1:
-            out = self._read(group[0], state, tables=self._tables)
+            losses_BT, state = reader.read(group[0], state)
         else:
             out = self.model.read_by_layers(
                 torch.cat([part.tokens_BT for part in group], dim=1),
                 state,
                 [part.segment for part in group],
                 torch.cat([part.targets_BT for part in group], dim=1),
-                tables=self._tables,
+                tables=reader.tables,
             )
-        self.lanes.propose(stage, out.state, group[-1])
+            losses_BT, state = out.losses_BT, out.state  # type: ignore[assignment]
+        self.lanes.propose(stage, state, group[-1])
         self.lanes.commit(stage)
-        assert out.losses_BT is not None
         if any(part.n_target for part in group):  # else lanes are being warmed
             n_target = torch.stack([part.segment.length.sum() for part in group]).sum()
-            self.eval_loss.update(out.losses_BT.sum(), n_target)
-        return out.losses_BT
+            self.eval_loss.update(losses_BT.sum(), n_target)
+        return losses_BT
 
     def _per_target(self, stage: str) -> dict[str, float]:
         """Words and bytes per target of an evaluated split, where the data counts them."""
