@@ -75,8 +75,9 @@ class Captured:
 
     Args:
         recorder: a new one.
-        function: of tensors; changes nothing but memory, and memory for good only as far as its inputs say.
-        idle: inputs of the shapes and types to come with which it may run any number of times.
+        function: of tensors.
+        idle: inputs of the shapes and types to come, with which it may run any number of times: it changes nothing
+            then that a later run would not write over.
     """
 
     def __init__(self, recorder: Recorder, function: Callable[..., Tensor], idle: Sequence[Tensor]) -> None:
@@ -162,7 +163,8 @@ class Graphs:
                 self._kinds[kind] = Captured(self._make(), function, idle)
             except RuntimeError as error:
                 self._make = None
-                _say(f"tokens are read without a recorded graph, which takes longer: {str(error).splitlines()[0]}")
+                reason, *_ = str(error).split("\n")
+                _say(f"tokens are read without a recorded graph, which takes longer: {reason}")
                 return None
         return self._kinds[kind](given)
 
