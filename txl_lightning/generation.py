@@ -78,11 +78,7 @@ class Session:
         self.partial: Partial | None = None  # buffers of the segments under way
         if decoding.steppable(self.model, documents=self.reset == "document"):
             self.partial = self.model.begin(
-                self.state,
-                segment_len=self.segment_len,
-                tables=self.tables,
-                reset=self.reset,
-                capture=self.capture,
+                self.state, segment_len=self.segment_len, tables=self.tables, reset=self.reset, capture=self.capture
             )
 
     @property

@@ -58,7 +58,8 @@ class MemoryStrategy(nn.Module):
         inner_resets: can serve documents that start inside a segment.
         token_by_token: reading one token after the other is the same as reading the segment at once: `slots` looks at
             the state and at how many tokens there are, `residual` and `side` look at each token alone. Then generation
-            reads each token once; else it reads the segment under way again for every token.
+            reads each token once; else it reads the segment under way again for every token. On a GPU these two are
+            recorded once and replayed, if no value decides on the host what they compute.
         layer_parallel: a token sees the last `max_age` tokens before its segment, `own_limit` back at most, as they
             were when they were read, and several segments may be written at once: then evaluation runs each layer over
             many segments (`model.layerwise`). The bias of the first token says which slots are there.
