@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.tiny import MODEL, RUN, write_corpus
 from txl_lightning import cli
 from txl_lightning.checkpoints import load_checkpoint
 from txl_lightning.commands import compare as command
-from txl_lightning.comparison import flops, plot
-from txl_lightning.comparison.plan import SURPLUS, resize, state_bytes
+from txl_lightning.comparison import flops, plot, table
+from txl_lightning.comparison.plan import SURPLUS, Entrant, resize, state_bytes
 from txl_lightning.comparison.progress import MatrixProgress
 from txl_lightning.comparison.runs import MEASURED, PLAN, RECALL, RUNS, folder_name
 from txl_lightning.config import Config, ConfigError, load
@@ -249,6 +252,27 @@ def test_flops_are_those_counted_by_hand() -> None:
     assert counted.parameters == config.model.num_params()
 
 
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_table_is_whole_on_any_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No figure is cut: where a row of each is too wide, each has a column."""
+    shown, found = io.StringIO(), []
+    for name in ("none", "cache", "knn"):
+        config = load([*MODEL, f"memory={name}"])
+        chosen = {} if name == "none" else {f"memory.{config.memory.size_key}": 64}
+        entrant = Entrant(label=name, config=config, state_bytes=state_bytes(config), chosen=chosen)
+        run = {"loss": 3.125, "bits_per_byte": 4.5084, "tokens": 20480, "tokens_per_second": 1e5, "peak_bytes": 2**29}
+        found.append(table.Row(entrant=entrant, flops=flops.count(config), runs={1: run}))
+    terminal = Console(file=shown, width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr(table, "Console", lambda: terminal)
+    table.show(found, title="stdlib")
+    text = shown.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    lines = [re.split("[│┃]", line)[1:-1] for line in text.splitlines()]
+    cells = [[cell.strip() for cell in line] for line in lines if line]
+    by_column = [[column.title, *(column.cell(row, found[0]) for row in found)] for column in table.columns(found)]
+    assert cells == (by_column if width == 80 else [list(row) for row in zip(*by_column, strict=True)])
+
+
 def test_labels_become_names_of_folders() -> None:
     labels = ("cache", "my.memory:Gate", "../up", ".")
     assert [folder_name(label) for label in labels] == ["cache", "my.memory_Gate", "_up", "_"]
@@ -262,6 +286,7 @@ def test_labels_become_names_of_folders() -> None:
         (["memory=none,cache", "out=here"], "out="),
         (["memory=none,cache", "run_dir=x"], "run_dir=x: txl compare does not read it"),
         (["memory=none,cahce", "out=new"], "cahce: memory=cahce: no such option; did you mean cache?"),
+        (["memory=cache,cache", "out=new"], "error: memory=cache,cache: two have the name cache; "),
         (["memory=cache", "each={cache: [memory.layers=[0]]}"], "put quotes around what holds brackets"),
     ],
 )
@@ -278,7 +303,7 @@ def test_typed_and_refused(
 @pytest.mark.parametrize(
     ("names", "typed", "options", "said"),
     [
-        ("cache,cache", [], {}, "memories=[cache,cache]: two have the name cache"),
+        ("cache,cache", [], {}, "memory=cache,cache: two have the name cache"),
         ("cache,none", ["memory.mem_len=3"], {}, "none: memory.mem_len=3: memory=none has no such key"),
         ("cache", [], {"each": "{knn: memory.top_k=3}"}, "knn is not among those compared; write memory=cache,knn"),
         ("cache", [], {"each": "{cache: data.batch_size=3}"}, "data.batch_size must be the same for all"),

@@ -92,7 +92,7 @@ def _execute(arguments: Arguments, config_dir: str | None) -> int:
 
     flags, command = arguments.flags, arguments.command
     _check_flags(flags)
-    typed = tuple(read(arg, command=command) for arg in arguments.overrides)
+    typed = written = tuple(read(arg, command=command) for arg in arguments.overrides)
     if COMMANDS[command].composes:
         from txl_lightning.comparison.typed import gather
 
@@ -102,7 +102,7 @@ def _execute(arguments: Arguments, config_dir: str | None) -> int:
         with trust.as_typed(typed):
             return _check_and_run(request, flags)
     except ConfigError as error:
-        return refuse(error, () if request.multirun else typed)
+        return refuse(error, () if request.multirun else written)
 
 
 def _check_and_run(request: Request, flags: Mapping[str, str]) -> int:

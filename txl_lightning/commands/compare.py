@@ -72,7 +72,7 @@ def _check_names(options: CompareOptions) -> None:
     for name, count in Counter(map(folder_name, options.memories)).items():
         if count > 1:
             cure = "give each a name of its own: each={long: [memory=cache, memory.mem_len=256]}"
-            raise options.refuse("memories", f"two have the name {name}", cure)
+            raise ConfigError("memory", ",".join(options.memories), f"two have the name {name}", cure)
 
 
 def _check_budget(options: CompareOptions, request: Request) -> None:

@@ -22,6 +22,7 @@ from txl_lightning.comparison.progress import MatrixProgress
 from txl_lightning.comparison.recall import count_answers
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.recall import RecallConfig
+from txl_lightning.errors import yaml_text
 from txl_lightning.evaluation.cached import evaluate
 from txl_lightning.options import CompareOptions
 from txl_lightning.training.divergence import Diverged
@@ -108,6 +109,10 @@ def recall_facts(entrants: Sequence[Entrant], *, fingerprint: str) -> dict[str, 
     return json.loads(json.dumps({"data_fingerprint": fingerprint, "configs": configs}))
 
 
+TYPED = {"memories": "memory"}
+"""What of the plan is typed under another name."""
+
+
 def check_folder(folder: Path, facts: Mapping[str, Any]) -> None:
     """Refuse a folder that holds something else than these runs. Raises ConfigError."""
     if folder.exists() and not folder.is_dir():
@@ -120,7 +125,8 @@ def check_folder(folder: Path, facts: Mapping[str, Any]) -> None:
     here = dict(_flat(facts))
     for key in [*here, *there]:
         if here.get(key) != there.get(key):
-            rule = f"its runs have {key}={there.get(key)}, and now it is {here.get(key)}"
+            name = TYPED.get(key, key)
+            rule = f"its runs have {name}={yaml_text(there.get(key))}, and now it is {yaml_text(here.get(key))}"
             raise ConfigError("out", folder, rule, "name another folder, or ask for the same again")
 
 

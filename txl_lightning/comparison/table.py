@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from txl_lightning.commands.output import bytes_in_words
@@ -105,16 +106,26 @@ def _bytes(values: Sequence[float]) -> str:
 
 
 def show(rows: Sequence[Row], *, title: str) -> None:
-    """Print the table."""
-    table, shown = Table(title=title), columns(rows)
-    for column in shown:
-        table.add_column(column.title)
-    for row in rows:
-        table.add_row(*(column.cell(row, rows[0]) for column in shown))
+    """Print the table; where the terminal is too narrow for a row of each, a column of each."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    console.print(table, markup=False)
+    shown = columns(rows)
+    cells = [[column.title for column in shown], *([column.cell(row, rows[0]) for column in shown] for row in rows)]
+    table = _table(cells, title=title)
+    needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    turned = [list(row) for row in zip(*cells, strict=True)]
+    console.print(table if needed <= console.width else _table(turned, title=title), markup=False)
+
+
+def _table(cells: Sequence[Sequence[str]], *, title: str) -> Table:
+    """Headings first; a cell is broken rather than cut."""
+    table = Table(title=title)
+    for heading in cells[0]:
+        table.add_column(heading, overflow="fold")
+    for row in cells[1:]:
+        table.add_row(*row)
+    return table
 
 
 def to_dict(rows: Sequence[Row], *, facts: Mapping[str, Any]) -> dict[str, Any]:
