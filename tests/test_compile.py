@@ -55,8 +55,8 @@ def test_where_it_compiles(
     forward = training_forward(model, TrainerConfig(compile=wanted), kind=kind)
     assert (forward.read is not model) == (how is not None)
     assert forward.captured == (how == "reduce-overhead")
-    mode = {"mode": how} if how == "reduce-overhead" else {}
-    assert compiled == ([{"calls": 0, "dynamic": False, **mode}] if how else [])
+    mode = how if how == "reduce-overhead" else None
+    assert compiled == ([{"calls": 0, "dynamic": False, "mode": mode}] if how else [])
 
 
 @pytest.mark.parametrize("keys", [{"accumulate_grad_batches": 2}, {"lane_chunks": 2}])
@@ -66,7 +66,7 @@ def test_what_adds_gradients_up_is_not_captured(
     monkeypatch.setattr(compiling, "why_not_compiled", lambda _: None)
     model = TransformerXL(load(["model.n_layer=1", "model.d_model=8"]))
     assert not training_forward(model, TrainerConfig(**keys), kind="cuda").captured  # type: ignore[arg-type]
-    assert compiled == [{"calls": 0, "dynamic": False}]
+    assert compiled == [{"calls": 0, "dynamic": False, "mode": None}]
 
 
 @pytest.mark.parametrize("wanted", ["auto", True])
@@ -82,13 +82,35 @@ def test_without_a_compiler_it_says_so_and_goes_on(
     assert said == f"trainer.compile={name}: there is no C compiler (gcc); training runs as it is"
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wanted", ["auto", True])
+def test_where_the_compiler_fails_auto_goes_on_without_it(
+    wanted: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiling, "why_not_compiled", lambda _: None)
+    broken = lambda graph, inputs: 1 / 0  # noqa: E731
+    compile_ = torch.compile
+    monkeypatch.setattr(compiling.torch, "compile", lambda model, **_: compile_(model, backend=broken))
+    model = TransformerXL(load(["model.n_layer=1", "model.d_model=8"])).eval()
+    forward, tokens = training_forward(model, TrainerConfig(compile=wanted), kind="cuda"), torch.zeros(1, 3).long()
+    if wanted is True:
+        with pytest.raises(RuntimeError, match="division by zero"):
+            forward.read(tokens, model.init_state(1))
+        return
+    with caplog.at_level(logging.WARNING):
+        found = [forward.read(tokens, model.init_state(1)).hidden_BTD for _ in range(2)]
+    assert torch.equal(found[0], model(tokens, model.init_state(1)).hidden_BTD) and torch.equal(*found)
+    (said,) = [line.getMessage() for line in caplog.records if "trainer.compile" in line.getMessage()]
+    assert "division by zero" in said and said.endswith("training runs as it is")
+
+
 def test_training_calls_what_was_compiled_and_validation_does_not(
     compiled: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config(tmp_path, "trainer.compile=true", "trainer.val_check_interval=5", "trainer.max_steps=10")
     monkeypatch.setattr(compiling, "why_not_compiled", lambda _: None)
     losses, fitted = train(config, monkeypatch)
-    assert compiled == [{"calls": 10, "dynamic": False}]
+    assert compiled == [{"calls": 10, "dynamic": False, "mode": None}]
     assert len(losses) == 10
     assert not [name for name in fitted.module.state_dict() if not name.startswith("model.")]
 
@@ -99,13 +121,15 @@ class Overwriting:
     def __init__(self, model: TransformerXL) -> None:
         self.model, self.given, self.places = model, [], set()  # type: ignore[var-annotated]
 
-    def __call__(self, tokens: torch.Tensor, state: State, segment: Segment, targets: torch.Tensor) -> ModelOutput:
+    def __call__(
+        self, tokens: torch.Tensor, state: State, segment: Segment, targets: torch.Tensor, **more: Any
+    ) -> ModelOutput:
         assert all(weight.grad is None for weight in self.model.parameters())
         with torch.no_grad():
             for tensor in self.given:
                 tensor.fill_(-1 if not tensor.is_floating_point() else float("nan"))
         self.places.add(tuple(tensor.data_ptr() for tensor in state.values()))
-        out = self.model(tokens, state, segment, targets)
+        out = self.model(tokens, state, segment, targets, **more)
         # views of what was made before it are not overwritten by a graph
         self.given = [part.detach() for part in (out.losses_BT, out.hidden_BTD, *out.metrics.values())]
         self.given += [part.detach() for key, part in out.state.items() if part.data_ptr() != state[key].data_ptr()]

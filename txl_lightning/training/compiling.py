@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from txl_lightning.config import ConfigError, TrainerConfig
 from txl_lightning.model.backends import why_not_compiled
@@ -52,15 +53,38 @@ def training_forward(model: TransformerXL, keys: TrainerConfig, *, kind: str) ->
     if (reason := why_not_compiled(kind)) is not None:
         _logger.warning(f"trainer.compile={_typed(wanted)}: {reason}; training runs as it is")
         return Forward(model, captured=False)
-    if kind != "cuda" or keys.accumulate_grad_batches * keys.lane_chunks > 1:
-        return Forward(torch.compile(model, dynamic=False), captured=False)
-    compiled = torch.compile(model, dynamic=False, mode="reduce-overhead")
+    captured = kind == "cuda" and keys.accumulate_grad_batches * keys.lane_chunks == 1
+    compiled = torch.compile(model, dynamic=False, mode="reduce-overhead" if captured else None)
+    return Forward(_Compiled(model, compiled, captured=captured, forgiving=wanted == "auto"), captured=captured)
 
-    def read(*args: Any, **more: Any) -> ModelOutput:
-        torch.compiler.cudagraph_mark_step_begin()
-        return compiled(*args, **more)
 
-    return Forward(read, captured=True)
+class _Compiled:
+    """A compiled model, or the model itself from where the compiler fails on; torch compiles at the first call.
+
+    Args:
+        model: as it is.
+        compiled: the same.
+        captured: as CUDA graphs.
+        forgiving: go on with the model as it is; else the compiler's error is raised.
+    """
+
+    def __init__(
+        self, model: TransformerXL, compiled: Callable[..., ModelOutput], *, captured: bool, forgiving: bool
+    ) -> None:
+        self.model, self.run, self.captured, self.forgiving = model, compiled, captured, forgiving
+
+    def __call__(self, *args: Any, **more: Any) -> ModelOutput:
+        if self.captured:
+            torch.compiler.cudagraph_mark_step_begin()
+        try:
+            return self.run(*args, **more)
+        except TorchDynamoException as error:
+            if not self.forgiving:
+                raise
+            why = " ".join(str(error).splitlines()[:2])  # who failed, and at what
+            _logger.warning(f"trainer.compile=auto: {why}; training runs as it is")
+            self.run = self.model
+            return self.model(*args, **more)
 
 
 def check_compile(wanted: str | bool, *, deepspeed: bool) -> None:
