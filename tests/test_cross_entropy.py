@@ -27,16 +27,21 @@ from txl_lightning.training.footprint import LiveBytes
 
 # what torch's compiler does itself
 COMPILES = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-BUDGETS = {"token by token": 1, "shares": 90, "kept": 2**24}
+BUDGETS = {  # logits of a share, logits that are kept
+    "token by token": (1, 0),
+    "shares": (90, 0),
+    "shares, some kept": (90, 250),
+    "kept": (2**24, 2**24),
+}
 
 
 @pytest.fixture
 def budget(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets how many logits are held at a time; nothing is small then."""
+    """Sets how many logits a share has and how many are kept; nothing is small then."""
 
-    def put(n_logit: int) -> None:
-        monkeypatch.setattr(module, "SMALL", -1)
-        monkeypatch.setattr(module, "BUDGET", n_logit)
+    def put(share: int, kept: int = 0) -> None:
+        for name, value in (("SMALL", -1), ("SHARE", share), ("SHARE_ON_CPU", share), ("KEPT", kept)):
+            monkeypatch.setattr(module, name, value)
 
     return put
 
@@ -73,7 +78,7 @@ def with_gradients(losses: Tensor, *leaves: Tensor | None) -> list[Tensor]:
 def test_losses_and_gradients_are_those_of_all_logits(
     n: int, v: int, d: int, bias: bool, held: str, budget: Any
 ) -> None:
-    budget(BUDGETS[held])
+    budget(*BUDGETS[held])
     for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
         *leaves, target = given(n, v, d, dtype=dtype, bias=bias)
         found = with_gradients(linear_cross_entropy(*leaves, target), *leaves)
@@ -84,7 +89,7 @@ def test_losses_and_gradients_are_those_of_all_logits(
 def test_what_is_small_is_computed_plainly_and_alike(budget: Any) -> None:
     *leaves, target = given(23, 17, 5, dtype=torch.float32)
     small = with_gradients(linear_cross_entropy(*leaves, target), *leaves)
-    budget(2**24)
+    budget(*BUDGETS["kept"])
     kept = with_gradients(linear_cross_entropy(*leaves, target), *leaves)
     for one, other in zip(small, kept, strict=True):
         assert torch.equal(one, other)  # the very same sums
@@ -92,14 +97,14 @@ def test_what_is_small_is_computed_plainly_and_alike(budget: Any) -> None:
 
 @pytest.mark.parametrize("held", BUDGETS)
 def test_gradients_are_those_of_finite_differences(held: str, budget: Any) -> None:
-    budget(BUDGETS[held])
+    budget(*BUDGETS[held])
     hidden, weight, bias, target = given(11, 13, 4)
     assert torch.autograd.gradcheck(lambda *leaves: linear_cross_entropy(*leaves, target), (hidden, weight, bias))
 
 
 @pytest.mark.parametrize("held", BUDGETS)
 def test_in_bfloat16_sums_over_shares_are_as_exact_as_over_all(held: str, budget: Any) -> None:
-    budget(BUDGETS[held])
+    budget(*BUDGETS[held])
     *halves, target = given(150, 19, 6, dtype=torch.bfloat16)
     doubles = [leaf.detach().double().requires_grad_() for leaf in halves]
     exact = with_gradients(written_out(*doubles, target), *doubles)
@@ -115,7 +120,7 @@ def test_in_bfloat16_sums_over_shares_are_as_exact_as_over_all(held: str, budget
 def test_under_autocast_products_are_in_half_precision_and_gradients_of_the_weights_type(
     held: str, budget: Any
 ) -> None:
-    budget(BUDGETS[held])
+    budget(*BUDGETS[held])
     *leaves, target = given(31, 19, 6, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours, theirs = linear_cross_entropy(*leaves, target), written_out(*leaves, target)
@@ -139,7 +144,7 @@ def test_autocast_around_backward_alone_changes_nothing(budget: Any) -> None:
 
 @pytest.mark.parametrize("held", BUDGETS)
 def test_part_of_a_table_that_is_used_elsewhere_too(held: str, budget: Any) -> None:
-    budget(BUDGETS[held])
+    budget(*BUDGETS[held])
     _, table, _, target = given(23, 40, 5)
     tokens = torch.arange(23) % 40
     found = with_gradients(linear_cross_entropy(table[tokens], table[9:30], None, target % 21), table)
@@ -165,7 +170,7 @@ def test_a_target_that_is_no_column_raises(symbol: int, held: str, budget: Any) 
     target[2] = symbol
     with pytest.raises((IndexError, RuntimeError)):
         linear_cross_entropy(*leaves, target)
-    budget(BUDGETS[held])
+    budget(*BUDGETS[held])
     with pytest.raises((IndexError, RuntimeError)):
         linear_cross_entropy(*leaves, target)
 
@@ -180,7 +185,7 @@ def test_a_second_derivative_is_refused(budget: Any) -> None:
 
 @pytest.mark.parametrize("held", BUDGETS)
 def test_backward_may_run_twice_and_forward_be_computed_anew(held: str, budget: Any) -> None:
-    budget(BUDGETS[held])
+    budget(*BUDGETS[held])
     *leaves, target = given(23, 17, 5)
     losses = linear_cross_entropy(*leaves, target)
     first = torch.autograd.grad(losses.sum(), leaves, retain_graph=True)
@@ -194,7 +199,7 @@ def test_backward_may_run_twice_and_forward_be_computed_anew(held: str, budget: 
 @COMPILES
 @pytest.mark.parametrize("held", BUDGETS)
 def test_it_compiles_into_one_graph(held: str, budget: Any) -> None:
-    budget(BUDGETS[held])
+    budget(*BUDGETS[held])
     torch.compiler.reset()
     *leaves, target = given(7, 17, 5, dtype=torch.float32)
     run = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True, dynamic=False)
@@ -235,7 +240,7 @@ def test_what_is_held_grows_neither_with_tokens_nor_with_columns(budget: Any) ->
         gradients = 4 * (2 * n * 8 + v * 8 + v)
         of_tokens = 4 * 8 * n
         assert peak_of(n, v, 8) <= 3 * 4 * max(held, v) + gradients + of_tokens < 4 * n * v * 2
-    budget(2**24)
+    budget(*BUDGETS["kept"])
     assert peak_of(480, 2000, 8) >= 2 * 4 * 480 * 2000
 
 
@@ -306,7 +311,7 @@ def test_the_operators_are_registered_as_torch_wants_them(kernels: Any) -> None:
 def test_losses_by_the_kernels_are_those_of_all_logits(
     held: str, kernels: Any, budget: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    budget(BUDGETS[held])
+    budget(*BUDGETS[held])
     monkeypatch.setattr(module, "_has_kernels", lambda kind, dtype: True)
     torch.compiler.reset()
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True, dynamic=False)

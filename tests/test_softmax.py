@@ -121,6 +121,12 @@ def test_log_probs_losses_and_gradients_equal_a_dense_softmax(shape: str, order:
         torch.testing.assert_close(ours[name], theirs[name], atol=1e-9, rtol=1e-9)
 
 
+def in_shares(monkeypatch: pytest.MonkeyPatch, n_logit: int) -> None:
+    """Let shares have so many logits, and keep those of one."""
+    for name, value in (("SMALL", -1), ("SHARE", n_logit), ("SHARE_ON_CPU", n_logit), ("KEPT", n_logit)):
+        monkeypatch.setattr(cross_entropy, name, value)
+
+
 TARGETS = {  # first symbol and the one after the last
     "all in the head": (0, 10),
     "one cluster empty": (10, 22),
@@ -135,8 +141,7 @@ TARGETS = {  # first symbol and the one after the last
 def test_clusters_of_any_size_in_shares_of_any_size(
     shape: str, among: str, n_logit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "SMALL", -1)
-    monkeypatch.setattr(cross_entropy, "BUDGET", n_logit)
+    in_shares(monkeypatch, n_logit)
     config, _, softmax = pair(**SHAPES[shape])
     hidden, _ = text()
     targets = torch.randint(*TARGETS[among], (2, 40), generator=torch.Generator().manual_seed(3))
@@ -158,8 +163,7 @@ def test_clusters_of_any_size_in_shares_of_any_size(
 def test_losses_and_gradients_in_fewer_digits(
     shape: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "SMALL", -1)
-    monkeypatch.setattr(cross_entropy, "BUDGET", 400)
+    in_shares(monkeypatch, 400)
     (_, _, exact), (_, _, softmax) = pair(**SHAPES[shape]), pair(dtype, **SHAPES[shape])
     hidden, targets = text()
     given = hidden.detach().to(dtype).requires_grad_()
@@ -217,8 +221,7 @@ class NoReading(TorchFunctionMode):
 def test_with_known_counts_the_host_waits_for_nothing(
     shape: str, n_logit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "SMALL", -1)
-    monkeypatch.setattr(cross_entropy, "BUDGET", n_logit)
+    in_shares(monkeypatch, n_logit)
     _, _, softmax = pair(**SHAPES[shape])
     hidden, targets = text()
     counts = softmax.target_counts(targets)
@@ -341,8 +344,7 @@ class Largest(TorchDispatchMode):
 def test_no_tensor_is_larger_than_the_weights_or_the_budget(
     vocab_size: int, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "SMALL", -1)
-    monkeypatch.setattr(cross_entropy, "BUDGET", 10_000)
+    in_shares(monkeypatch, 10_000)
     config = ModelConfig(d_model=8, n_head=1, d_head=8, vocab_size=vocab_size, **keys)
     softmax = OutputSoftmax(config, TokenEmbedding(config))
     targets = torch.randint(vocab_size, (1, 400), generator=torch.Generator().manual_seed(0))

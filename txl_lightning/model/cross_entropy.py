@@ -3,8 +3,8 @@
     nll = logsumexp(z) - z_target,   z = h W^T + b
     dz = (softmax(z) - onehot(target)) g,   dh = dz W,   dW = dz^T h,   db = sum over tokens of dz
 
-for a gradient g of each token's loss. N tokens times V columns are taken a few tokens at a time, and backward computes
-each share's logits anew; where all of them fit into the budget they are kept. On CUDA what is done between the matrix
+for a gradient g of each token's loss. N tokens times V columns are taken in shares of a few tokens. Logits of the first
+shares are kept, up to a budget; backward computes those of the others anew. On CUDA what is done between the matrix
 products is one kernel forward and one backward (`kernels/cross_entropy.py`). The plain twin is `plain`, which also does
 what is so small that there is nothing to spare.
 """
@@ -21,11 +21,16 @@ from torch.nn import functional as F
 
 from txl_lightning.model.backends import why_not_compiled
 
-BUDGET = 2**24
-"""Logits that are held at a time, though those of a token always are; backward holds their gradients beside them."""
+KEPT = 2**25
+"""Logits that are kept for backward at most."""
+
+SHARE, SHARE_ON_CPU = 2**25, 2**23
+"""Logits of a share, though it has one token at least; on a CPU measured, elsewhere as many as are kept."""
 
 SMALL = 2**22
 """Up to so many logits the plain way is no slower, where there are no kernels: measured on a CPU."""
+
+_PIECE = 2**18  # numbers that stay in a core's cache
 
 _FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NEVER = torch.iinfo(torch.int64).min  # a target that is passed over
@@ -58,22 +63,24 @@ def plain(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """What is kept ("scores") are log-probabilities, or logits for the kernels."""
+    """What is kept of a share ("scores") are log-probabilities, or logits for the kernels."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, dtype: Any, fused: bool
     ) -> Tensor:
         h, w, b = _in_type(hidden, dtype), _in_type(weight, dtype), None if bias is None else _in_type(bias, dtype)
-        step, kept, parts = _rows_at_once(h, w), None, []
+        kept: list[Tensor] = []
+        parts: list[Tensor] = []
         with _as_it_is(h):
-            for rows in _shares(len(h), step):
+            for rows in _shares(h, w):
                 scores = _scores(h[rows], w, b, fused)
                 parts.append(_losses(scores, target[rows], fused))
-                kept = scores if step >= len(h) else None
+                if rows.stop * len(w) <= KEPT or h.device.type == "meta":
+                    kept.append(scores)
                 del scores
         nll = _joined(parts)
-        ctx.save_for_backward(h, w, b, target, nll, kept)
+        ctx.save_for_backward(h, w, b, target, nll, *kept)
         ctx.fused, ctx.types = fused, (hidden.dtype, weight.dtype)
         return nll
 
@@ -82,16 +89,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # `once_differentiable` would take a constant gradient for one whose own gradient is zero
             raise RuntimeError("linear_cross_entropy is differentiable once: it has no backward for create_graph=True")
-        h, w, b, target, nll, kept = ctx.saved_tensors
+        h, w, b, target, nll, *kept = ctx.saved_tensors
         wants_h, wants_w, wants_b, *_ = ctx.needs_input_grad
         parts: list[Tensor] = []
         dw = db = None
         with _as_it_is(h):
-            for rows in _shares(len(h), _rows_at_once(h, w)):
-                scores = kept if kept is not None else _scores(h[rows], w, b, ctx.fused)
-                dz = _gradient(scores, target[rows], nll[rows], grad[rows], ctx.fused, keep=kept is not None)
+            for index, rows in enumerate(_shares(h, w)):
+                keep = index < len(kept)
+                scores = kept[index] if keep else _scores(h[rows], w, b, ctx.fused)
+                gradient = _gradient_by_kernels if ctx.fused else _gradient
+                dz = gradient(scores, target[rows], nll[rows], grad[rows], keep=keep, dtype=h.dtype)
                 del scores
-                dz = dz.to(h.dtype)
                 if wants_h:
                     parts.append(dz @ w)
                 if wants_w:
@@ -99,10 +107,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if wants_b:
                     db = _plus(db, dz.sum(0))
                 del dz
-        dh = _joined(parts) if wants_h else None
         of_h, of_w = ctx.types
-        found = (_in_type(dh, of_h), _in_type(dw, of_w), _in_type(db, of_w))
-        return (*found, None, None, None)
+        dh = _joined(parts) if wants_h else None
+        return (_in_type(dh, of_h), _in_type(dw, of_w), _in_type(db, of_w), None, None, None)
 
 
 @overload
@@ -117,18 +124,16 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _rows_at_once(h: Tensor, w: Tensor) -> int:
-    """Tokens whose logits are held at a time, about equally many each time."""
-    most = max(1, BUDGET // max(1, len(w)))
-    if len(h) <= most or h.device.type == "meta":  # what has no numbers takes no room
-        return len(h)
-    times = -(-len(h) // most)
-    return -(-len(h) // times)
-
-
-def _shares(n: int, step: int) -> Iterator[slice]:
-    """One share at least, though it may be empty."""
-    for start in range(0, max(n, 1), max(step, 1)):
+def _shares(h: Tensor, w: Tensor) -> Iterator[slice]:
+    """Tokens of each share, about equally many; one share at least, though it may be empty."""
+    n, kind = len(h), h.device.type
+    if kind == "meta":  # what has no numbers takes no room
+        yield slice(0, n)
+        return
+    most = max(1, (SHARE_ON_CPU if kind == "cpu" else SHARE) // max(1, len(w)))
+    times = max(1, -(-n // most))
+    step = max(1, -(-n // times))
+    for start in range(0, max(n, 1), step):
         yield slice(start, min(start + step, n))
 
 
@@ -169,14 +174,25 @@ def _losses(scores: Tensor, target: Tensor, fused: bool) -> Tensor:
     return -scores.gather(1, target[:, None])[:, 0]
 
 
-def _gradient(scores: Tensor, target: Tensor, nll: Tensor, grad: Tensor, fused: bool, *, keep: bool) -> Tensor:
-    """(n, V) dz; `keep`: scores stay as they are."""
-    if fused:
-        from txl_lightning.model.kernels import cross_entropy
+def _gradient(scores: Tensor, target: Tensor, nll: Tensor, grad: Tensor, *, keep: bool, dtype: torch.dtype) -> Tensor:
+    """(n, V) dz in a type; scores stay as they are if they are to be kept, else it may be written over them."""
+    dz = scores if scores.dtype == dtype and not keep else torch.empty_like(scores, dtype=dtype)
+    whole = scores.device.type != "cpu" or torch.compiler.is_compiling()
+    step = max(1, len(scores) if whole else _PIECE // scores.shape[1])
+    for start in range(0, len(scores), step):
+        rows = slice(start, start + step)
+        given = torch.zeros_like(scores[rows]).scatter_(1, target[rows, None], -grad[rows, None])
+        dz[rows] = torch._log_softmax_backward_data(given, scores[rows], 1, scores.dtype)
+    return dz
 
-        return cross_entropy.gradient_(scores.clone() if keep else scores, target, nll, grad)
-    given = torch.zeros_like(scores).scatter_(1, target[:, None], -grad[:, None])
-    return torch._log_softmax_backward_data(given, scores, 1, scores.dtype)
+
+def _gradient_by_kernels(
+    logits: Tensor, target: Tensor, nll: Tensor, grad: Tensor, *, keep: bool, dtype: torch.dtype
+) -> Tensor:
+    from txl_lightning.model.kernels import cross_entropy
+
+    assert logits.dtype == dtype
+    return cross_entropy.gradient_(logits.clone() if keep else logits, target, nll, grad)
 
 
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
