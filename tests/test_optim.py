@@ -15,7 +15,8 @@ from torch import nn
 from tests.tiny import StopAt, tiny_config
 from txl_lightning import TextDataModule, TransformerXLModule
 from txl_lightning.commands import fit as fit_command
-from txl_lightning.config import MORE_OPTIMIZERS, OPTIMIZERS, Config, ConfigError, OptimConfig, Options, load
+from txl_lightning.config import Config, ConfigError, OptimConfig, Options, load
+from txl_lightning.optim_config import MORE_OPTIMIZERS, OPTIMIZERS
 from txl_lightning.training.optim import KINDS, Plateau, build_optimizer, build_schedule, lr_factor, optimizer_bytes
 from txl_lightning.training.trainer import build_trainer
 

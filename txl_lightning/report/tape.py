@@ -9,7 +9,8 @@ import html
 import math
 from collections.abc import Sequence
 
-from txl_lightning.config import Config, reach_of
+from txl_lightning.config import Config
+from txl_lightning.memory_config import reach_of
 
 WIDTH, LEFT, RIGHT = 940, 70, 20  # pixels
 MEMORY, SEGMENT, REACH, INK = "#7aa6c2", "#f2b66d", "#c0392b", "#333"

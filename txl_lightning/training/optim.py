@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from txl_lightning.config import MORE_OPTIMIZERS, ConfigError, OptimConfig
+from txl_lightning.config import ConfigError, OptimConfig
+from txl_lightning.optim_config import MORE_OPTIMIZERS
 
 TORCH, MORE = "torch.optim", "pytorch_optimizer"
 
