@@ -140,7 +140,11 @@ def test_the_tape_shows_what_the_formulas_say() -> None:
     assert [round(length / pixels[0] * 4) for length in pixels] == [4, 12, 20]
     assert "the 20 tokens before it: 2.5 segments of 8" in drawn
     assert "no bound" in tape(load(["memory=tokens"]))
-    assert "stands alone" in tape(load(["memory=none"])) and "stands alone" in tape(load(["memory.reset=segment"]))
+    assert "memory<" in drawn and "can matter<" in drawn
+    for keys in (["memory=none"], ["memory.reset=segment"], ["model=lstm", "memory.reset=segment"]):
+        alone = tape(load(keys))
+        assert "stands alone" in alone and "memory<" not in alone and "can matter<" not in alone  # in the legend
+    assert "any earlier token can matter" in tape(load(["model=lstm"]))
 
 
 def test_layers_are_averaged_where_runs_are_compared() -> None:

@@ -22,6 +22,8 @@ def tape(config: Config) -> str:
     spans = config.memory.layer_spans(config.model, segment_len=segment_len)
     if config.memory.reset == "segment":
         spans = [0.0] * config.model.n_layer
+    elif config.model.architecture == "lstm":
+        return "<p>The LSTM's state is carried from segment to segment: any earlier token can matter.</p>"
     if spans is None:
         return "<p>This memory has no formula for what it reaches; <code>txl analyze reach</code> measures it.</p>"
     return _Tape(spans, segment_len).draw()
@@ -90,7 +92,9 @@ class _Tape:
 
     def _legend(self) -> str:
         parts, x = [], LEFT
-        for color, text in ((SEGMENT, "the segment"), (MEMORY, "in the layer's memory"), (REACH, "what can matter")):
+        drawn = {SEGMENT: True, MEMORY: any(self.spans), REACH: any(self.reaches)}
+        words = {SEGMENT: "the segment", MEMORY: "in the layer's memory", REACH: "what can matter"}
+        for color, text in ((color, words[color]) for color in words if drawn[color]):
             height, y = (3, 13) if color == REACH else (12, 8)
             parts.append(f'{_box(x, y, 18, height, color)}<text x="{x + 24}" y="18">{text}</text>')
             x += 190
