@@ -119,11 +119,14 @@ def test_a_checkpoint_without_its_parts_is_refused(run: Path, tmp_path: Path, ch
 
 
 def test_lightning_s_own_loader_works(run: Path, tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, "trainer.max_steps=3")
-    module = TransformerXLModule.load_from_checkpoint(
-        run / "checkpoints" / "last.ckpt", config=config, weights_only=True
-    )
-    assert torch.equal(module.model.u, load_checkpoint(str(run)).u)
+    file, other = run / "checkpoints" / "last.ckpt", tiny_config(tmp_path, "trainer.max_steps=3", "memory.mem_len=7")
+    own = TransformerXLModule.load_from_checkpoint(file, weights_only=True)
+    changed = TransformerXLModule.load_from_checkpoint(file, config=other, weights_only=True)
+    assert own.config.to_dict() == read_config(str(run)) and changed.config == other
+    for module in (own, changed):
+        assert torch.equal(module.model.u, load_checkpoint(str(run)).u)
+    with pytest.raises(ConfigError, match="no such"):
+        TransformerXLModule.load_from_checkpoint(tmp_path / "nowhere.ckpt")
 
 
 def test_going_on_with_other_text_is_refused(run: Path, tmp_path: Path) -> None:

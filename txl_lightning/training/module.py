@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from txl_lightning.checkpoints import lane_files
+from txl_lightning.checkpoints.own import read_config
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.store import TokenData
 from txl_lightning.model.architectures import make_model
@@ -60,6 +61,17 @@ class TransformerXLModule(Judging):
         self._readers: dict[str, Reader] = {}  # by stage, of the evaluation under way
         self._forward = Forward(self.model, captured=False)  # what training calls
         self._read_text: str | None = None  # fingerprint of what the lanes hold
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **more: Any) -> Any:
+        """As Lightning's. The configuration is the one stored there unless `config` is given.
+
+        Raises:
+            ConfigError: it is no checkpoint of ours.
+        """
+        if "config" not in more:
+            more["config"] = Config.from_dict(read_config(str(checkpoint_path)))
+        return super().load_from_checkpoint(checkpoint_path, *args, **more)
 
     def training_step(self, batch: Batch | list[Batch], batch_idx: int) -> Tensor:
         """The loss of a segment, or of a window of several that one backward pass goes through.
