@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from txl_lightning.config import Config, ConfigError, DataConfig, ModelConfig
+from txl_lightning.config import Config, ConfigError, DataConfig, ModelConfig, load
 from txl_lightning.memory.none import NoneConfig
 from txl_lightning.model import cross_entropy
 from txl_lightning.model.embedding import TokenEmbedding
@@ -402,3 +405,24 @@ def test_symbols_that_are_none_raise(shape: str, symbol: int) -> None:
         embedding(torch.tensor([[3, symbol]]))
     with pytest.raises((IndexError, RuntimeError)):
         softmax.losses(torch.zeros(1, 2, D, dtype=torch.float64), torch.tensor([[3, symbol]]))
+
+
+@pytest.mark.parametrize("cutoffs", [(), (40, 90)])
+def test_the_script_that_times_it_times_the_same(
+    cutoffs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(__file__).parent.parent / "scripts" / "output_layer.py"
+    script = runpy.run_path(str(path))
+    keys = ["model.vocab_size=130", "model.d_model=16", f"model.cutoffs={list(cutoffs)}"]
+    layer = script["Layer"](load(keys), n_token=50, half=False)
+    found = []
+    for way in ("ours", "plain"):
+        losses = layer.run(script[way])
+        found.append([losses, layer.hidden_BTD.grad, *(weight.grad for weight in layer.softmax.parameters())])
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(sys, "argv", [str(path), "--tokens", "50", "--repeats", "1", *keys])
+    script["main"]()
+    told, *lines = capsys.readouterr().out.splitlines()
+    assert float(told.split()[-1]) < 1e-5
+    assert [line.split()[0] for line in lines] == ["ours", "plain", "plain"]
