@@ -67,7 +67,7 @@ def given(
 
 def with_gradients(losses: Tensor, *leaves: Tensor | None) -> list[Tensor]:
     """Losses and the gradients of their sum, each with a weight of its own."""
-    own = torch.linspace(0.5, -1.5, len(losses), dtype=losses.dtype)
+    own = torch.linspace(0.5, -1.5, len(losses), dtype=losses.dtype, device=losses.device)
     wanted = [leaf for leaf in leaves if leaf is not None]
     return [losses.detach(), *torch.autograd.grad((losses * own).sum(), wanted)]
 
@@ -244,6 +244,17 @@ def test_what_is_held_grows_neither_with_tokens_nor_with_columns(budget: Any) ->
     assert peak_of(480, 2000, 8) >= 2 * 4 * 480 * 2000
 
 
+def test_without_a_gradient_one_share_is_held_at_a_time(budget: Any) -> None:
+    budget(6000, 2**24)
+    hidden, weight, bias, target = given(480, 500, 8, dtype=torch.float32)
+    exact, live = written_out(hidden, weight, bias, target), LiveBytes()
+    live.start([hidden, weight, bias, target])  # type: ignore[list-item]
+    with torch.no_grad(), live:
+        losses = linear_cross_entropy(hidden, weight, bias, target)
+    torch.testing.assert_close(losses, exact, atol=1e-5, rtol=1e-5)
+    assert live.peak <= 4 * (6000 + 3 * 480)
+
+
 # ---- kernels
 
 
@@ -330,6 +341,28 @@ def test_who_has_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not module._has_kernels("cpu", torch.float32)
     monkeypatch.setattr(module, "why_not_compiled", lambda kind: "the package triton is not installed")
     assert not module._has_kernels("cuda", torch.bfloat16)
+
+
+def test_who_has_kernels_is_known_while_compiling() -> None:
+    torch.compiler.reset()
+    run = torch.compile(lambda x: x + module._has_kernels("cuda", torch.bfloat16), backend="eager", fullgraph=True)
+    assert run(torch.zeros(1)) == module._has_kernels("cuda", torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("share", [(2**18, 0), (2**18, 2**19), (2**24, 2**24)])
+def test_on_a_gpu_losses_and_gradients_are_those_of_all_logits(
+    share: tuple[int, int], dtype: torch.dtype, tolerance: float, budget: Any
+) -> None:
+    budget(*share)
+    *leaves, target = (part.cuda() for part in given(700, 5003, 64, dtype=dtype))
+    leaves = [leaf.detach().mul(0.3).requires_grad_() for leaf in leaves]
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    found = with_gradients(linear_cross_entropy(*leaves, target), *leaves)
+    exact = with_gradients(written_out(*doubles, target), *doubles)
+    for ours, true in zip(found, exact, strict=True):
+        assert float((ours.double() - true).norm()) <= tolerance * float(true.norm())
 
 
 def test_the_kernels_compile_for_a_gpu_that_is_not_there() -> None:

@@ -53,7 +53,8 @@ def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | 
     fused = _has_kernels(kind, dtype)
     if len(hidden_ND) * len(weight_VD) <= SMALL and not fused:
         return plain(hidden_ND, weight_VD, bias_V, target_N)
-    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, target_N, dtype if cast else None, fused)
+    room = KEPT if torch.is_grad_enabled() else 0
+    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, target_N, dtype if cast else None, fused, room)
 
 
 def plain(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor) -> Tensor:
@@ -63,11 +64,22 @@ def plain(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """What is kept of a share ("scores") are log-probabilities, or logits for the kernels."""
+    """What is kept of a share ("scores") are log-probabilities, or logits for the kernels.
+
+    Beside the tensors it takes the type of products (None: the one that there is), whether kernels serve, and how many
+    logits may be kept.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, dtype: Any, fused: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        dtype: Any,
+        fused: bool,
+        room: int,
     ) -> Tensor:
         h, w, b = _in_type(hidden, dtype), _in_type(weight, dtype), None if bias is None else _in_type(bias, dtype)
         kept: list[Tensor] = []
@@ -76,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for rows in _shares(h, w):
                 scores = _scores(h[rows], w, b, fused)
                 parts.append(_losses(scores, target[rows], fused))
-                if rows.stop * len(w) <= KEPT or h.device.type == "meta":
+                if rows.stop * len(w) <= room or h.device.type == "meta":
                     kept.append(scores)
                 del scores
         nll = _joined(parts)
@@ -109,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 del dz
         of_h, of_w = ctx.types
         dh = _joined(parts) if wants_h else None
-        return (_in_type(dh, of_h), _in_type(dw, of_w), _in_type(db, of_w), None, None, None)
+        return (_in_type(dh, of_h), _in_type(dw, of_w), _in_type(db, of_w), None, None, None, None)
 
 
 @overload

@@ -160,8 +160,8 @@ class TransformerXL(HubModel, nn.Module):
             metrics.update({f"{name}/L{index}": metric for name, metric in aux.metrics.items()})
         new_state = self.completed(new_state, state, x, segment)
         hidden = self.left(layout.real(x, 1))
-        # a choice made here, as what a compiled function calls is compiled too
-        read = self._losses_of_clusters if self.config.cutoffs else self.masked_losses
+        # chosen here: a compiler would make a graph of its own of any function between this one and the one left out
+        read = self._losses_of_clusters if self.config.cutoffs and targets_BT is not None else self.masked_losses
         of_targets = read(hidden, targets_BT, segment, target_counts)
         return ModelOutput(of_targets, hidden, new_state, losses, metrics)
 
