@@ -79,7 +79,7 @@ class CostMeter(L.Callback):
         """Take over what the lanes have read before anything was counted; nothing if they hold nothing yet."""
         state = module.lanes.current("train")
         if state is not None:
-            self._tokens = age = state["age"].to(module.device)
+            self._tokens = age = state["age"].to(module.device, copy=True)  # the next step may overwrite it
             self._scores = scores_so_far(age, self._beside, segment_len=module.config.data.segment_len)
 
     def _count(self, segment: Segment) -> None:

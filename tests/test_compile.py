@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import get_static_address_type
 
+from tests.points import watched
 from tests.tiny import tiny_config, train
 from txl_lightning.cli import main
 from txl_lightning.config import TrainerConfig, load
@@ -129,6 +131,8 @@ class Overwriting:
             for tensor in self.given:
                 tensor.fill_(-1 if not tensor.is_floating_point() else float("nan"))
         self.places.add(tuple(tensor.data_ptr() for tensor in state.values()))
+        # else each replay copies memory to a place of its own
+        assert all(get_static_address_type(tensor) == "unguarded" for tensor in state.values())
         out = self.model(tokens, state, segment, targets, **more)
         # views of what was made before it are not overwritten by a graph
         self.given = [part.detach() for part in (out.losses_BT, out.hidden_BTD, *out.metrics.values())]
@@ -136,21 +140,42 @@ class Overwriting:
         return out
 
 
-@pytest.mark.parametrize("memory", ["cache", "compressive", "tokens", "knn"])
-def test_training_needs_nothing_that_captured_graphs_overwrite(
-    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = [f"memory={memory}", "trainer.max_steps=12", "trainer.on_divergence=skip", "trainer.val_check_interval=5"]
-    runs, made = [], []
+def overwriting(made: list[Overwriting]) -> Any:
+    """In place of `training_forward`."""
 
     def captured(model: TransformerXL, *_: Any, **__: Any) -> Forward:
         made.append(Overwriting(model))
         return Forward(made[-1], captured=True)
 
+    return captured
+
+
+def test_observers_see_memory_as_it_was_before_it_is_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ["callbacks=[cost_meter,memory_monitor]", "trainer.log_every_n_steps=1", "trainer.max_steps=6"]
+    rows = []
     for name in ("plain", "captured"):
         with monkeypatch.context() as patch:
             if name == "captured":
-                patch.setattr(module, "training_forward", captured)
+                patch.setattr(module, "training_forward", overwriting([]))
+            torch.manual_seed(0)
+            points, _ = watched(tiny_config(tmp_path, f"run_dir={tmp_path / name}", *keys))
+        rows.append([{k: v for k, v in row.items() if k.startswith(("cost/", "memory/"))} for _, row in points.rows])
+    assert rows[0] == rows[1] and rows[0][-1]["memory/cache/update/L0"] > 0
+
+
+@pytest.mark.parametrize("memory", ["cache", "compressive", "tokens", "knn"])
+def test_training_needs_nothing_that_captured_graphs_overwrite(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [f"memory={memory}", "trainer.max_steps=12", "trainer.on_divergence=skip", "trainer.val_check_interval=5"]
+    runs: list[Any] = []
+    made: list[Overwriting] = []
+    for name in ("plain", "captured"):
+        with monkeypatch.context() as patch:
+            if name == "captured":
+                patch.setattr(module, "training_forward", overwriting(made))
             runs.append(train(tiny_config(tmp_path, f"run_dir={tmp_path / name}", *keys), patch))
     assert runs[0][0] == runs[1][0]
     assert len(made[0].places) == 1

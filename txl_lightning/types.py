@@ -67,7 +67,9 @@ class Chunk:
     count: int = 1
 
     def of(self, tensor_Bx: Tensor) -> Tensor:
-        """(B / count, ...) this share of (B, ...), without copying."""
+        """(B / count, ...) this share of (B, ...), without copying; all of it is the tensor itself."""
+        if self.count == 1:
+            return tensor_Bx
         lanes = tensor_Bx.shape[0] // self.count
         return tensor_Bx[self.index * lanes : (self.index + 1) * lanes]
 
@@ -139,8 +141,8 @@ MASKED = -1e30
 
 
 def detach(state: State) -> State:
-    """The same state without its graph."""
-    return {key: tensor.detach() for key, tensor in state.items()}
+    """The same state without its graph; tensors that have none are the same ones."""
+    return {key: tensor.detach() if tensor.requires_grad else tensor for key, tensor in state.items()}
 
 
 def n_byte(state: State) -> int:

@@ -129,7 +129,7 @@ class LaneState:
             self.position = Position(position.epoch, position.segment + 1)
 
     def current(self, stage: str) -> State | None:
-        """The committed state, None before the first commit. Not to be changed."""
+        """The committed state, None before the first commit. Not to be changed; the next one may overwrite it."""
         self._await_copies()
         return self._committed.get(stage)
 

@@ -160,6 +160,7 @@ class TransformerXLModule(Judging):
             cure = "let the Trainer validate or take another schedule"
             raise ConfigError("optim.schedule", "plateau", "there is no validation whose loss it could watch", cure)
         self.lanes.seek(self.trainer.train_dataloader)
+        self._forward = Forward(self.model, captured=False)
         if engine_of(self.trainer) is None:
             self._forward = training_forward(self.model, self.config.trainer, kind=self.device.type)
         self.lanes.stay_in_place(self._forward.captured)
@@ -435,8 +436,10 @@ class TransformerXLModule(Judging):
         return self.model.init_state(lanes, form=form, device=home, dtype=self._state_dtype())
 
     def state_before(self, batch: Batch) -> State:
-        """Memory that a training batch is about to be read with. For observers; not to be changed."""
-        return self.lanes.read("train", batch, lambda lanes: self.fresh_state(lanes, "train"))
+        """Memory that a training batch is about to be read with. For observers; theirs to keep, not to be changed."""
+        state = self.lanes.read("train", batch, lambda lanes: self.fresh_state(lanes, "train"))
+        # where lanes stay in place, the step overwrites it
+        return {key: tensor.clone() for key, tensor in state.items()} if self._forward.captured else state
 
     def _state_dtype(self) -> torch.dtype:
         return torch.bfloat16 if "bf16" in str(self.trainer.precision) else self.dtype  # type: ignore[return-value]
