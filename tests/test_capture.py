@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -532,6 +533,69 @@ def test_the_stand_in_does_what_it_did_and_nothing_else() -> None:
 # a real one
 
 
+class Cuda:
+    """What the recorder calls of `torch.cuda`, without a device: streams by name, and a capture that fails at its end.
+
+    Attributes:
+        stream: the current one.
+        waits: which stream waited for which.
+        mode: what torch does about waiting for the device.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
+        self.stream, self.mode, self.captures, self.fails = "here", 0, 0, fails
+        self.waits: list[tuple[str, str]] = []
+        own: dict[str, Any] = {
+            "device": lambda _: nullcontext(),
+            "current_stream": lambda: self.named(self.stream),
+            "Stream": lambda _: self.named("aside"),
+            "set_stream": lambda stream: setattr(self, "stream", stream.name),
+            "stream": self.on,
+            "CUDAGraph": object,
+            "graph": self.capture,
+            "get_sync_debug_mode": lambda: self.mode,
+            "set_sync_debug_mode": lambda mode: setattr(self, "mode", mode),
+        }
+        for name, stand_in in own.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    def named(self, name: str) -> Any:
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.waits.append((name, other.name)))
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before, self.stream = self.stream, stream.name
+        yield
+        self.stream = before
+
+    @contextmanager
+    def capture(self, graph: Any, *, stream: Any, **_: Any) -> Iterator[None]:
+        self.captures, self.stream = self.captures + 1, stream.name
+        yield
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.stream = "here"
+
+
+@pytest.mark.parametrize("how", ["waits", "fails", "works"])
+def test_a_failed_recording_leaves_nothing_behind(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, fails=how == "fails")
+    capture._side_stream.cache_clear()
+
+    def run() -> Tensor:
+        if how == "waits" and cuda.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return torch.zeros(1)
+
+    refused = nullcontext() if how == "works" else pytest.raises(RuntimeError, match="operation")
+    with refused:
+        capture.CudaRecorder(torch.device("cuda", 0)).record(run)
+    capture._side_stream.cache_clear()
+    assert cuda.captures == (how != "waits")  # torch's generator does not get over a capture that fails
+    assert (cuda.stream, cuda.mode) == ("here", 0)
+    assert cuda.waits == [("aside", "here"), ("here", "aside")]
+
+
 @pytest.fixture
 def on_cuda() -> Iterator[torch.device]:
     before = torch.are_deterministic_algorithms_enabled()
@@ -558,3 +622,12 @@ def test_a_graph_gives_what_the_plain_step_gives(
     for one, two in zip(*said, strict=True):
         assert [choice.token for choice in one] == [choice.token for choice in two]
         assert [choice.log_prob for choice in one] == pytest.approx([choice.log_prob for choice in two], abs=1e-9)
+
+
+@pytest.mark.gpu
+def test_what_waits_is_not_captured_and_dropout_goes_on(on_cuda: torch.device) -> None:
+    weight, before = torch.ones(4, 4, device=on_cuda), torch.cuda.current_stream()
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        capture.CudaRecorder(weight.device).record(lambda: weight * float(weight.sum()))
+    assert torch.cuda.current_stream() == before and torch.cuda.get_sync_debug_mode() == 0
+    assert torch.nn.functional.dropout(weight, 0.5).isfinite().all()

@@ -8,7 +8,9 @@ values, and is recorded anew when one of them has moved.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -40,30 +42,55 @@ class Recorder(Protocol):
 class CudaRecorder:
     """A `torch.cuda.CUDAGraph` with a memory pool of its own.
 
+    A capture that fails leaves torch's generator behind as if it went on, and the next dropout raises. So what waits
+    for the device is looked for before, in a run that torch ends there.
+
     Args:
         device: where the function runs.
     """
 
-    warm_ups = 3  # as in torch's examples: libraries make their handles and workspaces meanwhile
+    warm_ups = 2  # libraries make their handles and workspaces meanwhile
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def record(self, run: Callable[[], Tensor]) -> Tensor:
         with torch.cuda.device(self.device):
-            here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+            here, aside = torch.cuda.current_stream(), _side_stream(self.device)
             aside.wait_stream(here)
-            with torch.cuda.stream(aside):
-                for _ in range(self.warm_ups):
-                    run()
-            here.wait_stream(aside)
-            self.graph = torch.cuda.CUDAGraph()
-            # other threads (data is pinned in one) may go on calling CUDA meanwhile
-            with torch.cuda.graph(self.graph, stream=aside, capture_error_mode="thread_local"):
-                return run()
+            try:
+                with torch.cuda.stream(aside):
+                    for _ in range(self.warm_ups):
+                        run()
+                    with _no_waiting():
+                        run()
+                self.graph = torch.cuda.CUDAGraph()
+                # other threads (data is pinned in one) may go on calling CUDA meanwhile
+                with torch.cuda.graph(self.graph, stream=aside, capture_error_mode="thread_local"):
+                    return run()
+            finally:
+                torch.cuda.set_stream(here)  # torch stays on the other one where a capture fails at its end
+                here.wait_stream(aside)
 
     def replay(self) -> None:
         self.graph.replay()
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """What makes the host wait for the device raises RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all recordings: cuBLAS keeps a workspace for each stream that it ever met."""
+    return torch.cuda.Stream(device)
 
 
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
