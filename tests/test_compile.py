@@ -71,6 +71,17 @@ def test_what_adds_gradients_up_is_not_captured(
     assert compiled == [{"calls": 0, "dynamic": False, "mode": None}]
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_graph_is_not_cut_at_the_buckets_of_ddp(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(compiling, "why_not_compiled", lambda _: None)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda: seen.append(torch._dynamo.config.optimize_ddp))
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
+    before = torch._dynamo.config.optimize_ddp
+    training_forward(TransformerXL(load(["model.n_layer=1"])), TrainerConfig(compile=True), kind=kind).read()
+    assert seen == [False] and torch._dynamo.config.optimize_ddp is before
+
+
 @pytest.mark.parametrize("wanted", ["auto", True])
 def test_without_a_compiler_it_says_so_and_goes_on(
     wanted: Any, compiled: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -77,7 +77,9 @@ class _Compiled:
         if self.captured:
             torch.compiler.cudagraph_mark_step_begin()
         try:
-            return self.run(*args, **more)
+            # where torch cuts the graph at DDP's buckets, some of its versions refuse an autograd.Function
+            with torch._dynamo.config.patch(optimize_ddp=False):
+                return self.run(*args, **more)
         except TorchDynamoException as error:
             if not self.forgiving:
                 raise
