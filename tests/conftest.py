@@ -20,6 +20,8 @@ LEFT_OUT = {"gpu": "need a CUDA device", "slow": "take long"}
 if not torch.cuda.is_available():  # read when kernels are defined
     os.environ["TRITON_INTERPRET"] = "1"
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic algorithms ask of cuBLAS
+
 registry.entry_points = help.entry_points = lambda **_: ()  # plug-ins that happen to be installed are not tested here
 
 _deselected = pytest.StashKey[Counter[str]]()
