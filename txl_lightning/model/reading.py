@@ -47,9 +47,7 @@ class Reader:
             (B, T) nats per token, 0 on padding, and memory that holds until the next segment is read.
         """
         if not self._graphs.records:
-            out = self._forward(batch, state, self.tables)
-            assert out.losses_BT is not None
-            return out.losses_BT, out.state
+            return self._as_it_is(batch, state)
         self._move_in(state)
         self._drop_if_trained()
         facts = [batch.segment.reset, batch.segment.length]
@@ -67,12 +65,11 @@ class Reader:
             return losses, dict(self._place)
         return found, dict(self._place)
 
-    def _forward(self, batch: Batch, state: State, tables: Tables, *, losses: bool = True) -> Any:
-        targets = batch.targets_BT if losses else None
-        counts = batch.target_counts if losses else None
-        return self.model(
-            batch.tokens_BT, state, batch.segment, targets, tables=tables, donate=True, target_counts=counts
-        )
+    def _as_it_is(self, batch: Batch, state: State) -> tuple[Tensor, State]:
+        facts = {"tables": self.tables, "donate": True, "target_counts": batch.target_counts}
+        out = self.model(batch.tokens_BT, state, batch.segment, batch.targets_BT, **facts)
+        assert out.losses_BT is not None
+        return out.losses_BT, out.state
 
     def _recorded(self, tables: Tables) -> Callable[..., Tensor]:
         """A segment as a function of tensors: memory moves on in its place.
