@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 from tests.test_late import OBSERVERS
 from tests.test_resume import config_of, saved, train, unequal
+from txl_lightning.commands import fit as fit_command
 from txl_lightning.training.module import EndOfBatch
 
 pytestmark = [
@@ -80,9 +81,12 @@ class Refusing(L.Callback):
 @pytest.mark.parametrize("how", ["auto", "false"])
 def test_no_step_between_two_points_waits(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ["trainer.accelerator=cuda", "trainer.val_check_interval=1000", f"callbacks=[{OBSERVERS}]"]
-    watched = Refusing(monkeypatch)
+    watched, build = Refusing(monkeypatch), fit_command.build_trainer
+    monkeypatch.setattr(  # without the observer of losses, which waits for each
+        fit_command, "build_trainer", lambda *a, callbacks, **kw: build(*a, callbacks=[watched, *callbacks], **kw)
+    )
     try:
-        train(config_of(tmp_path, "run", *keys, f"trainer.compile={how}"), monkeypatch, watched)
+        fit_command.fit(config_of(tmp_path, "run", *keys, f"trainer.compile={how}"))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert watched.steps >= 9
