@@ -11,9 +11,13 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from tests.test_capture import CASES, built
 from tests.test_late import OBSERVERS
+from tests.test_reading import MORE, read, segments
 from tests.test_resume import config_of, saved, train, unequal
+from tests.tiny import tiny_config
 from txl_lightning.commands import fit as fit_command
+from txl_lightning.evaluation.losses import on_device
 from txl_lightning.training.module import EndOfBatch
 
 pytestmark = [
@@ -57,6 +61,30 @@ def test_captured_training_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert unequal(whole["txl_lightning"]["ranks"][0]["rng"], parts["txl_lightning"]["ranks"][0]["rng"]) == []
     for one, other in zip(whole["state_dict"].values(), parts["state_dict"].values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", ["none", "cache", "window", "compressive", "tokens", "knn", "block_recurrent", "clusters"]
+)
+def test_a_recorded_segment_is_the_plain_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, as evaluation reads; another model is built behind it from the same memory."""
+    for more, keys in MORE.items():
+        monkeypatch.setitem(CASES, more, keys)
+    model = built(tiny_config(tmp_path, "data.segment_len=4").to_dict(), name).float().cuda()
+    batches = [on_device(batch, model.device) for batch in segments()]
+    found = [read(model, batches, capture=how) for how in (True, False)]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_validation_between_captured_steps_changes_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout: a validation is recorded between two replays, and draws nothing."""
+    keys = ["trainer.accelerator=cuda", "trainer.log_every_n_steps=1000"]
+    runs = [
+        train(config_of(tmp_path, str(every), *keys, f"trainer.val_check_interval={every}"), monkeypatch)[0]
+        for every in (3, 1000)
+    ]
+    torch.testing.assert_close(torch.tensor(runs[0]), torch.tensor(runs[1]), rtol=1e-3, atol=1e-4)
 
 
 class Refusing(L.Callback):

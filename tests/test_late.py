@@ -89,6 +89,27 @@ def test_what_is_saved_does_not_depend_on_when_the_host_looks(
     assert unequal(saved(tmp_path / "False"), saved(tmp_path / "True")) == []
 
 
+def test_an_error_that_comes_before_the_host_has_looked_saves_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights behind a ruinous step are sound, its memory is not."""
+    stopped(config_of(tmp_path, "at_once"), monkeypatch, 9, what="loss", late=False)
+    with monkeypatch.context() as patch:
+        poisoned(patch, 9, what="loss")
+        patch.setattr(Judging, "begin_judging", begin_late)
+        step = TransformerXLModule.training_step
+
+        def full(self: Any, *batch: Any) -> Any:
+            if self.trainer.global_step == 10:
+                raise RuntimeError("out of memory")
+            return step(self, *batch)
+
+        patch.setattr(TransformerXLModule, "training_step", full)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            fit_command.fit(config_of(tmp_path, "late"))
+    assert unequal(saved(tmp_path / "at_once"), saved(tmp_path / "late")) == []
+
+
 @pytest.mark.usefixtures("late")
 def test_a_run_that_met_a_ruinous_step_goes_on_as_if_it_had_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from txl_lightning import TransformerXL
 from txl_lightning.evaluation.cached import evaluate
 from txl_lightning.model import inference
 from txl_lightning.model.reading import Reader
-from txl_lightning.types import Batch, Chunk, Position, Segment, State
+from txl_lightning.types import Batch, Chunk, Position, Segment
 
 LANES, T = 3, 4
 
@@ -49,10 +49,10 @@ def segments(*, documents: bool = False) -> list[Batch]:
 
 
 @torch.no_grad()
-def read(model: TransformerXL, batches: list[Batch], state: State | None = None) -> list[Tensor]:
+def read(model: TransformerXL, batches: list[Batch], *, capture: bool | None = None) -> list[Tensor]:
     """Losses of every segment and the memory after the last, by a reader."""
-    reader, found = Reader(model), []
-    state = model.init_state(LANES, form="projected") if state is None else state
+    reader, found = Reader(model, capture=capture), []
+    state = model.init_state(LANES, form="projected")
     for batch in batches:
         losses, state = reader.read(batch, state)
         found.append(losses)

@@ -15,7 +15,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from txl_lightning.checkpoints import BEST, FOLDER, LAST, lane_files, manifest, read_checkpoint, zero
 from txl_lightning.training import folders
+from txl_lightning.training.agreement import anyone
 from txl_lightning.training.divergence import Diverged
+from txl_lightning.training.judging import Judging
 from txl_lightning.training.stopping import GracefulStop, Stopped, StoppedNow
 from txl_lightning.training.strategies import FolderDeepSpeed, is_sound
 from txl_lightning.training.trouble import NotWritten, names_its_file
@@ -97,7 +99,7 @@ class KeepLast(Checkpoint):
 
     def _time_is_over(self, trainer: L.Trainer) -> bool:
         over = time.monotonic() - self._since >= 60 * self.every_minutes
-        return self.every_minutes > 0 and trainer.strategy.reduce_boolean_decision(over, all=False)
+        return self.every_minutes > 0 and anyone(over, trainer=trainer)
 
 
 class KeepBest(Checkpoint):
@@ -162,7 +164,7 @@ class EndInside(Checkpoint):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         if pl_module.at_border and trainer.global_step >= trainer.max_steps and self.has_valid:
-            stopped = trainer.strategy.reduce_boolean_decision(self.stop.name is not None, all=False)
+            stopped = anyone(self.stop.name is not None, trainer=trainer)
             trainer.should_stop = not stopped  # lightning then validates once more
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -180,6 +182,8 @@ class SaveOnError(L.Callback):
         self.path = path
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(pl_module, Judging):
+            pl_module.hear_verdict(refuse=False)
         together = trainer.world_size == 1 or isinstance(exception, (Diverged, Stopped))
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         useless = isinstance(exception, (StoppedNow, NotWritten))

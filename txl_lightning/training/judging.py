@@ -139,8 +139,11 @@ class Judging(Showing):
         for weight in self.parameters():
             weight.grad = None  # optimizers pass over such weights
 
-    def hear_verdict(self) -> None:
+    def hear_verdict(self, *, refuse: bool = True) -> None:
         """Look at the flag of the step before, if the host has not yet.
+
+        Args:
+            refuse: whether training ends by it; where it ends by something else already, it is only taken back.
 
         Raises:
             NonFiniteLoss: it was ruinous; everything is as where it began.
@@ -149,6 +152,8 @@ class Judging(Showing):
         if verdict is None or not verdict.is_ruinous():
             return
         self._take_back(verdict.begun)
+        if not refuse:
+            return
         anyone = verdict.bad_B.any().float()
         if self.trainer.strategy.reduce(anyone, reduce_op="sum"):
             self._refuse_lanes(verdict.bad_B, Chunk(0, 1))

@@ -14,6 +14,7 @@ import lightning.pytorch as L
 
 from txl_lightning.exit_codes import INTERRUPTED, REQUEUE
 from txl_lightning.signals import EARLY
+from txl_lightning.training.agreement import anyone
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
@@ -107,7 +108,7 @@ class GracefulStop(L.Callback):
         if self.after_seconds is None:
             return None
         over = trainer.is_global_zero and time.monotonic() - self._began >= self.after_seconds
-        return "trainer.max_time" if trainer.strategy.reduce_boolean_decision(over, all=False) else None
+        return "trainer.max_time" if anyone(over, trainer=trainer) else None
 
     @staticmethod
     def _end_here(trainer: L.Trainer) -> None:
@@ -125,10 +126,10 @@ class GracefulStop(L.Callback):
         self.received = number
 
     def _asked(self, trainer: L.Trainer) -> bool:
-        anyone = trainer.strategy.reduce_boolean_decision(self.received is not None, all=False)
-        if anyone and self.received is None:
+        asked = anyone(self.received is not None, trainer=trainer)
+        if asked and self.received is None:
             self.received = signal.SIGTERM  # another rank was asked
-        return anyone
+        return asked
 
     def _end_evaluation(self, trainer: L.Trainer) -> None:
         if self._asked(trainer):

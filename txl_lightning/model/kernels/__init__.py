@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
 
 
 def interpreted() -> bool:
     """Whether Triton's interpreter stands in for a GPU (the environment variable TRITON_INTERPRET)."""
     return os.environ.get("TRITON_INTERPRET", "") in ("1", "true", "on")
+
+
+def on_device(like: Tensor) -> AbstractContextManager[Any]:
+    """Where kernels are to be launched: Triton takes the current device, whatever its operands are on."""
+    return torch.cuda.device_of(like) if like.is_cuda else nullcontext()
 
 
 def why_not(device_type: str) -> str | None:

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor, library
 
+from txl_lightning.model.kernels import on_device
 from txl_lightning.model.kernels.columns import gradient_kernel, losses_kernel
 
 _LARGEST_BLOCK = 4096
@@ -23,7 +24,8 @@ def losses(logits: Tensor, target: Tensor) -> Tensor:
     """
     nll = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
-        losses_kernel[(len(logits),)](logits, target.contiguous(), nll, **_cut(logits))
+        with on_device(logits):
+            losses_kernel[(len(logits),)](logits, target.contiguous(), nll, **_cut(logits))
     return nll
 
 
@@ -40,7 +42,8 @@ def _(logits: Tensor, target: Tensor) -> Tensor:
 def _gradient(logits: Tensor, target: Tensor, nll: Tensor, grad: Tensor) -> None:
     if len(logits):
         given = (target.contiguous(), nll.contiguous(), grad.contiguous())
-        gradient_kernel[(len(logits),)](logits, *given, **_cut(logits))
+        with on_device(logits):
+            gradient_kernel[(len(logits),)](logits, *given, **_cut(logits))
 
 
 def gradient_(logits: Tensor, target: Tensor, nll: Tensor, grad: Tensor) -> Tensor:

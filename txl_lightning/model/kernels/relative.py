@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
+from txl_lightning.model.kernels import on_device
 from txl_lightning.model.kernels.launch import Numbers, Operands, backward, forward
 
 _OPERANDS = "Tensor q, Tensor k, Tensor v, " + ", ".join(
@@ -20,7 +21,8 @@ _N_OPERAND, _N_GRADIENT = len(Operands._fields), 7
     "txl_lightning::relative_attention", mutates_args=(), schema=f"({_OPERANDS}, {_NUMBERS}) -> (Tensor, Tensor)"
 )
 def _attention(*args: Any) -> tuple[Tensor, Tensor]:
-    return forward(Operands(*args[:_N_OPERAND]), Numbers(*args[_N_OPERAND:]))
+    with on_device(args[0]):
+        return forward(Operands(*args[:_N_OPERAND]), Numbers(*args[_N_OPERAND:]))
 
 
 @_attention.register_fake
@@ -35,15 +37,16 @@ def _(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     schema=f"(Tensor grad, Tensor out, Tensor lse, bool bias_wanted, {_OPERANDS}, {_NUMBERS}) -> Tensor[]",
 )
 def _attention_backward(grad: Tensor, out: Tensor, lse: Tensor, bias_wanted: bool, *args: Any) -> list[Tensor]:
-    found = backward(
-        Operands(*args[:_N_OPERAND]),
-        Numbers(*args[_N_OPERAND:]),
-        grad.contiguous(),
-        out,
-        lse,
-        bias_wanted=bias_wanted,
-        in_order=torch.are_deterministic_algorithms_enabled(),
-    )
+    with on_device(grad):
+        found = backward(
+            Operands(*args[:_N_OPERAND]),
+            Numbers(*args[_N_OPERAND:]),
+            grad.contiguous(),
+            out,
+            lse,
+            bias_wanted=bias_wanted,
+            in_order=torch.are_deterministic_algorithms_enabled(),
+        )
     return [gradient for gradient in found if gradient is not None]
 
 
