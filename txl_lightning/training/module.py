@@ -9,29 +9,24 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from txl_lightning.checkpoints import lane_files
-from txl_lightning.checkpoints.own import read_config
 from txl_lightning.config import Config, ConfigError
-from txl_lightning.data.store import TokenData
 from txl_lightning.model.architectures import make_model
 from txl_lightning.model.reading import Reader
 from txl_lightning.model.transformer import ModelOutput, TransformerXL
 from txl_lightning.ranks import check_chunks
-from txl_lightning.training import progress, rng
 from txl_lightning.training.accumulation import Window, next_window
 from txl_lightning.training.averaging import MovingAverage
-from txl_lightning.training.clock import Clock
 from txl_lightning.training.compiling import Forward, training_forward
 from txl_lightning.training.datamodule import TextDataModule
-from txl_lightning.training.judging import Judging
 from txl_lightning.training.lane_state import stage_of
 from txl_lightning.training.metrics import TokenLoss, scores
 from txl_lightning.training.optim import Plateau, build_optimizer, build_schedule
+from txl_lightning.training.resuming import Resuming
 from txl_lightning.training.strategies import clips_itself, engine_of
-from txl_lightning.types import Batch, Chunk, Position, State, detach
+from txl_lightning.types import Batch, Chunk, State, detach
 
 
-class TransformerXLModule(Judging):
+class TransformerXLModule(Resuming):
     """Trains TransformerXL on ordered lanes with automatic optimisation.
 
     Training keeps its memory until the data says a lane starts anew; sanity check, validation and test each have
@@ -48,30 +43,13 @@ class TransformerXLModule(Judging):
     def __init__(self, config: Config, *, model: TransformerXL | None = None) -> None:
         super().__init__(config)
         self.model = model if model is not None else make_model(config)
-        self.clock = Clock()
         self.eval_loss = TokenLoss()
-        self.scores: dict[str, dict[str, float]] = {}  # latest figures per stage, in full precision
-        self.validated_at = -1  # optimizer step of the latest validation
-        self._resumed: dict[str, Any] | None = None  # what a checkpoint says of this rank, until training begins
-        self._ended: dict[str, Any] | None = None  # what `_at_rest` gave when training ended, until it begins again
         self._window: Window | None = None  # segments of the optimizer step under way
         self._schedule: LRScheduler | None = None
         self._average = [MovingAverage(config.optim.ema)] if config.optim.ema else []
         self._reported: dict[str, Tensor] = {}  # what the latest training step's memory said
         self._readers: dict[str, Reader] = {}  # by stage, of the evaluation under way
         self._forward = Forward(self.model, captured=False)  # what training calls
-        self._read_text: str | None = None  # fingerprint of what the lanes hold
-
-    @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **more: Any) -> Any:
-        """As Lightning's. The configuration is the one stored there unless `config` is given.
-
-        Raises:
-            ConfigError: it is no checkpoint of ours.
-        """
-        if "config" not in more:
-            more["config"] = Config.from_dict(read_config(str(checkpoint_path)))
-        return super().load_from_checkpoint(checkpoint_path, *args, **more)
 
     def training_step(self, batch: Batch | list[Batch], batch_idx: int) -> Tensor:
         """The loss of a segment, or of a window of several that one backward pass goes through.
@@ -138,11 +116,6 @@ class TransformerXLModule(Judging):
         """What a token stands for in scores: byte, char or word where our data module says so, else token."""
         data = self._data()
         return "token" if data is None else data.meta.unit
-
-    @property
-    def at_border(self) -> bool:
-        """Whether no optimizer step is under way: every segment that was read has entered one."""
-        return self.trainer.global_step > self._unstepped
 
     def on_after_backward(self) -> None:
         self.hear_verdict()  # of the step before, while the device is busy with this one
@@ -268,10 +241,6 @@ class TransformerXLModule(Judging):
         """Whether the interval asked for this validation; Lightning validates too when training is stopped early."""
         return self.trainer.state.fn == "fit" and self._due_at(self.lanes.place())
 
-    def _due_at(self, position: Position) -> bool:
-        batches = progress.batches_read(position, group=self.config.trainer.bptt_segments)
-        return progress.validation_is_due(self.trainer, epoch=position.epoch, batches=batches)
-
     def on_test_epoch_end(self) -> None:
         self._log_scores("test", self.eval_loss)
         self._readers.clear()
@@ -317,111 +286,6 @@ class TransformerXLModule(Judging):
         limit = self.config.optim.clip or float("inf")
         self._grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
         self.judge_gradient(self._grad_norm)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Everything as at the border in front of the optimizer step under way. Every rank must come here."""
-        self.hear_verdict()
-        marked = not self.at_border
-        resting = self._border if marked else self._at_rest()
-        position = self.lanes.place(marked=marked)
-        checkpoint["txl_lightning"] = {
-            "config": self.config.to_dict(),
-            "lanes": self.lanes.state_dict(marked=marked, own_only=self._ranks_write_lanes(marked=marked)),
-            "data_fingerprint": self._fingerprint(),
-            "vocab": None if (data := self._data()) is None else data.vocab.to_dict(),
-            "ranks": self._of_all_ranks(
-                {"rng": resting["rng"], "train_loss": [part.cpu() for part in resting["train_loss"]]}
-            ),
-            "clock": resting["clock"],
-            "divergence": resting["divergence"],
-            "scores": self.scores,
-            "validated_at": self.validated_at,
-        }
-        if self.trainer.num_training_batches != float("inf"):
-            checkpoint["epoch"] = position.epoch
-            to_come = not marked and self.validated_at != self.trainer.global_step and self._due_at(position)
-            checkpoint["loops"]["fit_loop"] |= progress.at_border(
-                epoch=position.epoch,
-                batches=progress.batches_read(position, group=self.config.trainer.bptt_segments),
-                per_epoch=int(self.trainer.num_training_batches),
-                steps=self.trainer.global_step,
-                validate=to_come,
-            )
-            if hasattr(self.trainer.train_dataloader, "next_position"):  # where `lanes` says
-                checkpoint["loops"]["fit_loop"]["state_dict"] = {}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        saved = checkpoint["txl_lightning"]
-        if self._trainer is not None and self._trainer.state.fn == "fit":
-            self._demand_same_text(there=saved["data_fingerprint"], what="the checkpoint was trained on")
-            self._resume(saved)
-        if saved["lanes"]:  # else weights alone
-            self.lanes.load_state_dict(saved["lanes"], checkpoint=self._trainer.ckpt_path if self._trainer else None)
-
-    def _ranks_write_lanes(self, *, marked: bool) -> bool:
-        """Whether each rank writes its own lanes: those of all are too much for one, and the strategy can."""
-        able = getattr(self.trainer.strategy, "ranks_write_lanes", False) and self.trainer.world_size > 1
-        return able and self.lanes.n_byte(marked=marked) > lane_files.GATHERED_BYTES
-
-    def _at_rest(self) -> dict[str, Any]:
-        """What moves within a step and is of this rank alone, and the clock."""
-        if self._ended is not None:
-            return self._ended
-        if self._resumed is not None:  # nothing was trained yet
-            own = self._resumed
-        else:
-            own = {"rng": rng.capture(self.device), "train_loss": self.train_loss.sums()}
-        return {**own, "clock": self.clock.state_dict(), "divergence": self.guard.state_dict()}
-
-    def _of_all_ranks(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        world = self.trainer.world_size
-        if world == 1:
-            return [own]
-        found: list[Any] = [None] * world
-        torch.distributed.all_gather_object(found, own)
-        return found
-
-    def _resume(self, saved: dict[str, Any]) -> None:
-        """Take over what is known beside weights and lanes; the generators only when training begins."""
-        if "ranks" not in saved:
-            return
-        self.clock.load_state_dict(saved["clock"])
-        if "divergence" in saved:
-            self.guard.load_state_dict(saved["divergence"])
-        self.scores, self.validated_at = dict(saved["scores"]), saved["validated_at"]
-        ranks, rank = saved["ranks"], self.trainer.global_rank
-        if len(ranks) == self.trainer.world_size:
-            self._resumed = ranks[rank]
-            return
-        total = [sum(parts) for parts in zip(*(found["train_loss"] for found in ranks), strict=True)]
-        self._resumed = {
-            "rng": None,  # a lane would not meet the dropout masks it would have met anyway
-            "train_loss": total if rank == 0 else [torch.zeros_like(part) for part in total],
-        }
-
-    def _take_up(self, resumed: dict[str, Any]) -> None:
-        if resumed["rng"] is not None:
-            rng.restore(resumed["rng"], self.device)
-        else:
-            rng.reseed(self.config.seed, self.trainer.global_step, self.trainer.world_size, self.trainer.global_rank)
-        self.train_loss.set_sums(resumed["train_loss"])
-        self._resumed = None
-
-    def _demand_same_text(self, *, there: str | None, what: str) -> None:
-        here = self._fingerprint()
-        if here != there and None not in (here, there):
-            rule = f"is not what {what}, {there}"
-            raise ConfigError("data.fingerprint", here, rule, "go on with the same text, vocabulary and Python")
-
-    def _fingerprint(self) -> str | None:
-        """Of the data that is read, if it comes from our data module."""
-        data = self._data()
-        return None if data is None else data.meta.fingerprint
-
-    def _data(self) -> TokenData | None:
-        """What is read, if it comes from our data module."""
-        source = getattr(self._trainer, "datamodule", None)
-        return source.data if isinstance(source, TextDataModule) else None
 
     def _read(self, batch: Batch, state: State) -> ModelOutput:
         """Read one segment in training, or as training does."""
