@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from txl_lightning.commands.output import bytes_in_words, check_out, write_out
+from txl_lightning.commands.output import HTML, JSON, PNG, bytes_in_words, check_out, write_out
 from txl_lightning.errors import ConfigError, yaml_text
 from txl_lightning.ranks import check_lanes, is_first_rank
 
@@ -35,6 +35,21 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.undo()
     check_out(None)
     check_out(str(tmp_path / "x.json"))
+
+
+def test_what_no_command_wrote_is_not_written_over(tmp_path: Path) -> None:
+    book, other, page = (tmp_path / name for name in ("book.txt", "old.json", "old.html"))
+    book.write_text("Once upon a time")
+    other.write_text('{"a": 1}')
+    page.write_text("<!doctype html>")
+    for begins in (JSON, HTML, PNG):
+        with pytest.raises(ConfigError, match="holds something else, which would be lost; give another file"):
+            check_out(str(book), begins=begins)
+    check_out(str(other), begins=JSON)
+    check_out(str(page), begins=HTML)
+    check_out(str(book))
+    (tmp_path / "empty").touch()
+    check_out(str(tmp_path / "empty"), begins=JSON)
 
 
 def test_a_home_folder_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 import yaml
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.tiny import tiny_config, train, write_corpus
 from txl_lightning import TextDataModule, TransformerXLModule, load_checkpoint
@@ -181,6 +182,35 @@ def test_a_non_finite_gradient_stops_before_it_ruins_the_weights(
     saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["global_step"] == 3
     assert all(weight.isfinite().all() for weight in saved["state_dict"].values())
+
+
+def test_diverging_at_a_step_that_is_saved_already_keeps_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when going on diverges at once, again and again."""
+    original = TransformerXLModule.on_after_backward
+
+    def poisoned(self: Any) -> None:
+        original(self)
+        if self.trainer.global_step == 4:
+            self.model.softmax.biases[0].grad[0] = float("nan")
+
+    monkeypatch.setattr(TransformerXLModule, "on_after_backward", poisoned)
+    config, folder = tiny_config(tmp_path, "trainer.save_every_steps=2"), tmp_path / "run" / "checkpoints"
+    for resume in (None, str(folder / "last.ckpt"), str(folder / "last.ckpt")):
+        with pytest.raises(NonFiniteLoss, match=r"in a new run, or go on with trainer\.on_divergence=skip"):
+            fit_command.fit(config, resume=resume)
+        steps = [torch.load(folder / f"{name}.ckpt", weights_only=True)["global_step"] for name in ("last", "previous")]
+        assert steps == [4, 2]
+
+
+def test_a_batch_of_another_kind_is_refused(tmp_path: Path) -> None:
+    config, tokens = tiny_config(tmp_path), torch.zeros(4, 8).long()
+    loader = DataLoader(TensorDataset(tokens, tokens))
+    with pytest.raises(
+        TypeError, match=r"a batch must be a txl_lightning\.types\.Batch, not a Tensor: let TextDataModule"
+    ):
+        build_trainer(config).fit(TransformerXLModule(config), loader, loader)
 
 
 def test_ruined_weights_are_not_saved_over_good_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from txl_lightning.config import SECTIONS, ConfigError, TopConfig, build_section
+from txl_lightning.config import SECTIONS, ConfigError, TopConfig, build_section, load
 from txl_lightning.errors import yaml_text
 from txl_lightning.keys import PLUGGED
 from txl_lightning.options import COMMANDS
@@ -74,3 +74,9 @@ def test_keys_of_several_kinds_refuse_by_themselves() -> None:
             except ConfigError as error:
                 assert error.key.startswith(f"{path}.{item.name}" if path else item.name)
                 assert not any(word in str(error) for word in ("Value '", "Node", "type '", "Config"))
+
+
+@pytest.mark.parametrize("key", ["model.n_layer", "model.clamp_len", "eval.batch_size", "memory.mem_len", "seed"])
+def test_numbers_that_nobody_can_mean_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}=9{{24}}: must be <= \d+; "):
+        load([f"{key}={'9' * 24}"])

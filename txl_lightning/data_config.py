@@ -25,7 +25,7 @@ class DataConfig(Section):
     segment_len_std: float = key(
         0.0, "tokens that lengths of training segments spread below segment_len; 0: all alike", minimum=0
     )
-    num_workers: int = key(0, "processes that read ahead; 0: read in the training process", minimum=0)
+    num_workers: int = key(0, "processes that read ahead; 0: read in the training process", minimum=0, maximum=256)
     cache_dir: str | None = key(None, "where token files are kept; null: the user's cache folder")
 
     def documents_begin_segments(self, *, lanes: int, segment_len: int) -> bool:

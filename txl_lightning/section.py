@@ -14,6 +14,9 @@ from txl_lightning.errors import ConfigError, keys_renamed, suggest, yaml_text
 
 Part = TypeVar("Part", bound="Section")
 
+LARGEST = 2**48
+"""Whole numbers beyond it are slips, and too large to count with where they are multiplied."""
+
 
 def key(
     default: Any,
@@ -70,6 +73,8 @@ class Section:
                 raise self.refuse(item.name, f"must be > {rules['above']}", _range_cure(rules))
             if "maximum" in rules and number > rules["maximum"]:
                 raise self.refuse(item.name, f"must be <= {rules['maximum']}", _range_cure(rules))
+            if isinstance(number, int) and abs(number) > LARGEST:
+                raise self.refuse(item.name, f"must be <= {LARGEST}", rules.get("help", "choose a smaller number"))
         for choice in value if isinstance(value, tuple) else (value,):
             if "choices" in rules and choice not in rules["choices"]:
                 known = [str(valid) for valid in rules["choices"] if valid is not None]

@@ -68,7 +68,9 @@ class TrainerConfig(Section):
         choices=("stop", "skip"),
     )
     max_loss_rise: float = key(
-        0.0, "nats per token a step's loss may lie above the running mean of the steps before it; 0: any", minimum=0
+        0.0,
+        "nats per token a step's loss may lie above the running mean of those before it, once there are 10; 0: any",
+        minimum=0,
     )
     max_skipped_steps: int = key(10, "steps in a row that skip leaves out before it stops after all", minimum=1)
     compile: Any = key(

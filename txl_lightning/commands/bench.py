@@ -11,7 +11,7 @@ import torch
 from txl_lightning.benchmarks import attention, huggingface, machine, overhead, reading, report, workloads
 from txl_lightning.benchmarks.timing import Task, Timing, interleave
 from txl_lightning.build import not_layer_parallel
-from txl_lightning.commands.output import check_out, write_out
+from txl_lightning.commands.output import JSON, check_out, write_out
 from txl_lightning.comparison import flops
 from txl_lightning.comparison.typed import entries
 from txl_lightning.compose import compose_job
@@ -29,7 +29,7 @@ def check(config: Config, options: BenchOptions, *, request: Request) -> None:
     """Everything about a measurement that can be refused. Writes nothing; raises ConfigError."""
     if request.multirun:
         raise ConfigError("flag", "--multirun", "memory=A,B,C is a list here", "leave -m out")
-    check_out(options.out)
+    check_out(options.out, begins=JSON)
     check_devices(config)
     if options.clock == "cpu" and device_kind(config) != "cpu":
         raise options.refuse("clock", "what another device computes takes no time of the cpu", "set clock=wall")

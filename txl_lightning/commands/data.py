@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from txl_lightning.commands.output import check_out, write_out
+from txl_lightning.commands.output import JSON, check_out, write_out
 from txl_lightning.config import Config, DataConfig
 from txl_lightning.data import store
 from txl_lightning.data.counts import verdict
@@ -29,7 +29,7 @@ def check(config: Config, options: DataOptions) -> None:
         store.survey(config.data, training=False)
     else:
         store.look(config.data)
-    check_out(options.out)
+    check_out(options.out, begins=JSON)
 
 
 def run(config: Config, options: DataOptions) -> None:

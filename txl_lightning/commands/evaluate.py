@@ -10,7 +10,7 @@ import torch
 from txl_lightning import registry
 from txl_lightning.build import check_resets, check_schedule, check_vocabulary, document_end
 from txl_lightning.checkpoints import checkpoint_file, load_checkpoint, read_checkpoint
-from txl_lightning.commands.output import check_out, write_out
+from txl_lightning.commands.output import JSON, check_out, write_out
 from txl_lightning.commands.score_table import show
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.data.store import Meta, Survey, prepare, survey
@@ -32,7 +32,7 @@ def check(config: Config, options: EvalOptions) -> None:
     """Everything about an evaluation that can be refused. Writes nothing; raises ConfigError."""
     if options.ckpt is None:
         raise options.refuse("ckpt", "is required", "give a checkpoint file or run folder: txl eval ckpt=PATH")
-    check_out(options.out)
+    check_out(options.out, begins=JSON)
     check_devices(config)
     check_schedule(config)
     for one in settings_of(config, options):

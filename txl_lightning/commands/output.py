@@ -10,9 +10,21 @@ from txl_lightning.errors import ConfigError
 from txl_lightning.ranks import is_first_rank
 from txl_lightning.training.run_folder import write_json
 
+JSON, HTML, PNG = "{[", "<", "\x89"
+"""What files begin with, one character of each."""
 
-def check_out(out: str | None, *, key: str = "out") -> None:
-    """Refuse a file `out` that cannot be written; `key` is the setting it comes from. Raises ConfigError."""
+
+def check_out(out: str | None, *, key: str = "out", begins: str = "") -> None:
+    """Refuse a file `out` that cannot be written, or holds something that no command of ours wrote.
+
+    Args:
+        out: the file; None: there is none.
+        key: the setting it comes from.
+        begins: the characters one of which such a file begins with.
+
+    Raises:
+        ConfigError: it is refused.
+    """
     if out is None:
         return
     path = Path(os.path.expanduser(out))
@@ -22,6 +34,11 @@ def check_out(out: str | None, *, key: str = "out") -> None:
         raise ConfigError(key, out, "its folder does not exist", "make the folder first")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(key, out, "cannot be written", "give a file elsewhere")
+    if begins and path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            start = file.read(1).decode("latin-1")
+        if start not in begins:
+            raise ConfigError(key, out, "holds something else, which would be lost", "give another file")
 
 
 def write_out(out: str | None, value: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from txl_lightning.checkpoints.manifest import replace_text
 from txl_lightning.commands.compare import PLOT
-from txl_lightning.commands.output import check_out
+from txl_lightning.commands.output import HTML, check_out
 from txl_lightning.config import Config, ConfigError
 from txl_lightning.options import ReportOptions
 from txl_lightning.report.page import page
@@ -22,7 +22,7 @@ def check(config: Config, options: ReportOptions) -> None:
         raise options.refuse("runs", "is required", "give run folders: txl report runs=[runs/a,runs/b] out=report.html")
     if options.out is None:
         raise ConfigError("out", None, "is required", "name the page, for example out=report.html")
-    check_out(options.out)
+    check_out(options.out, begins=HTML)
     for folder in run_folders(options):
         read_config(folder)
 

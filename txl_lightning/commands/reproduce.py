@@ -12,7 +12,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from txl_lightning.commands.output import check_out, write_out
+from txl_lightning.commands.output import JSON, check_out, write_out
 from txl_lightning.config import Config, load
 from txl_lightning.errors import suggest
 from txl_lightning.options import ReproduceOptions
@@ -28,7 +28,7 @@ def experiment(name: str) -> Config:
 
 def check(config: Config, options: ReproduceOptions) -> None:
     """Refuse a result that is not known and a speed that was not measured. Raises ConfigError."""
-    check_out(options.out)
+    check_out(options.out, begins=JSON)
     if options.name is not None and options.name not in PUBLISHED:
         raise options.refuse("name", "nothing was published under this name", suggest(options.name, PUBLISHED))
     if options.name is None and (options.speed or options.speed_from):

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from txl_lightning.commands.output import bytes_in_words, check_out, write_out
+from txl_lightning.commands.output import JSON, bytes_in_words, check_out, write_out
 from txl_lightning.config import Config, ModelConfig
 from txl_lightning.errors import ConfigError, yaml_text
 from txl_lightning.options import StrategiesOptions
@@ -18,7 +18,7 @@ from txl_lightning.types import n_byte
 
 def check(config: Config, options: StrategiesOptions) -> None:
     """Refuse an `out` that cannot be written. Raises ConfigError."""
-    check_out(options.out)
+    check_out(options.out, begins=JSON)
 
 
 def run(config: Config, options: StrategiesOptions) -> None:

@@ -73,7 +73,7 @@ def checkpoint_callbacks(
     """
     folder = run_dir / FOLDER
     kept = KeepLast(folder / LAST, every_steps=save_every_steps, every_minutes=save_every_minutes)
-    return [SaveOnError(folder / LAST), kept, *([KeepBest(folder, top_k=save_top_k)] if has_valid else [])]
+    return [SaveOnError(folder / LAST, kept), kept, *([KeepBest(folder, top_k=save_top_k)] if has_valid else [])]
 
 
 class KeepLast(Checkpoint):
@@ -82,17 +82,17 @@ class KeepLast(Checkpoint):
     def __init__(self, path: Path, *, every_steps: int, every_minutes: float) -> None:
         self.path, self.every_steps, self.every_minutes = path, every_steps, every_minutes
         self._since = time.monotonic()
-        self._saved_at = 0
+        self.saved_at = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._since, self._saved_at = time.monotonic(), trainer.global_step
+        self._since, self.saved_at = time.monotonic(), trainer.global_step
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         step = trainer.global_step
-        if not pl_module.at_border or step == self._saved_at:
+        if not pl_module.at_border or step == self.saved_at:
             return
         if (self.every_steps and step % self.every_steps == 0) or self._time_is_over(trainer):
-            self._since, self._saved_at = time.monotonic(), step
+            self._since, self.saved_at = time.monotonic(), step
             for logger in trainer.loggers:
                 logger.save()  # curves up to here are on disk when the checkpoint is
             trainer.save_checkpoint(self.path)
@@ -175,11 +175,12 @@ class SaveOnError(L.Callback):
     """Writes `last` when training ends by an error or by a stop during validation, if it can be done safely.
 
     With several ranks only if all of them fail together: one that fails alone would wait for the others. Never over a
-    good checkpoint with weights that are ruined.
+    good checkpoint with weights that are ruined, and where training diverges not twice at one step: the second would
+    take the place of the one before, whose weights may be better.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, kept: KeepLast) -> None:
+        self.path, self.kept = path, kept
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if isinstance(pl_module, Judging):
@@ -187,6 +188,7 @@ class SaveOnError(L.Callback):
         together = trainer.world_size == 1 or isinstance(exception, (Diverged, Stopped))
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         useless = isinstance(exception, (StoppedNow, NotWritten))
-        wanted = fitting and together and trainer.global_step > 0 and not useless
+        there = isinstance(exception, Diverged) and self.kept.saved_at == trainer.global_step
+        wanted = fitting and together and trainer.global_step > 0 and not useless and not there
         if wanted and is_sound(pl_module):
             trainer.save_checkpoint(self.path)

@@ -234,7 +234,9 @@ class Judging(Showing):
         optim, precision = self.config.optim, str(self.trainer.precision)
         clip = f"lower optim.clip={optim.clip}" if optim.clip else "set optim.clip=0.25"
         full = "" if precision.startswith("32") else f", use trainer.precision=32-true instead of {precision}"
-        return f"{kept}; lower optim.lr={optim.lr}, raise optim.warmup_steps={optim.warmup_steps}, {clip}{full}"
+        cures = f"lower optim.lr={optim.lr}, raise optim.warmup_steps={optim.warmup_steps}, {clip}{full}"
+        on = ", or go on with trainer.on_divergence=skip" if sound and self.trainer.global_step else ""
+        return f"{kept}; {cures} in a new run{on}"
 
 
 def _without_weights(optimizer: Any) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ class TransformerXLModule(Resuming):
         With `trainer.lane_chunks` the lanes are read in chunks, and all but the last are back-propagated here: what is
         given back has the value of all and the graph of the last.
         """
-        window = [self.lanes.due(part) for part in (batch if isinstance(batch, list) else [batch])]
+        window = [self.lanes.due(part) for part in batches_of(batch)]
         count = self.config.trainer.lane_chunks
         check_chunks(len(window[0].tokens_BT), ranks=1, chunks=count)
         done = torch.zeros((), device=self.device)
@@ -165,7 +165,7 @@ class TransformerXLModule(Resuming):
             if (adds and engine_of(self.trainer) is None) or self._forward.captured:
                 self.zero_grad()
         if self._accumulates:
-            self._accumulate(batch if isinstance(batch, list) else [batch], batch_idx, begins=begins)
+            self._accumulate(batches_of(batch), batch_idx, begins=begins)
 
     def end_batch(self) -> None:
         """Log the means since the last point. Runs on all ranks at the same steps: sums cross ranks here.
@@ -310,7 +310,7 @@ class TransformerXLModule(Resuming):
 
     def _eval_step(self, batch: Batch | list[Batch], dataloader_idx: int) -> Tensor:
         """Losses of one segment, or of several at once layer by layer."""
-        stage, group = stage_of(self.trainer, dataloader_idx), batch if isinstance(batch, list) else [batch]
+        stage, group = stage_of(self.trainer, dataloader_idx), batches_of(batch)
         if stage not in self._readers:
             # ZeRO puts weights together anew for each use
             self._readers[stage] = Reader(self.model, capture=False if engine_of(self.trainer) is not None else None)
@@ -367,6 +367,20 @@ class TransformerXLModule(Resuming):
         self.trainer.accumulate_grad_batches = self._window.batches_for_lightning(segment, batch_idx)
         if (engine := engine_of(self.trainer)) is not None:
             engine.set_gradient_accumulation_boundary(self._window.ends_with(segment))
+
+
+def batches_of(given: Any) -> list[Batch]:
+    """The segments of a batch: one, or several that belong together.
+
+    Raises:
+        TypeError: a loader gives something else.
+    """
+    group = given if isinstance(given, list) else [given]
+    for part in group:
+        if not isinstance(part, Batch):
+            cure = "let TextDataModule load them, or give LaneLoader's"
+            raise TypeError(f"a batch must be a txl_lightning.types.Batch, not a {type(part).__name__}: {cure}")
+    return group
 
 
 class EndOfBatch(L.Callback):

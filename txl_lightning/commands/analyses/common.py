@@ -14,7 +14,7 @@ from txl_lightning.build import check_resets, check_vocabulary, document_end
 from txl_lightning.checkpoints import load_checkpoint
 from txl_lightning.commands.analyses.plot import Panel, draw
 from txl_lightning.commands.evaluate import check_same_ids
-from txl_lightning.commands.output import check_out, write_out
+from txl_lightning.commands.output import JSON, PNG, check_out, write_out
 from txl_lightning.config import Config
 from txl_lightning.data.store import TokenData, prepare, survey
 from txl_lightning.data.vocab import Tokens
@@ -27,8 +27,8 @@ from txl_lightning.training.trainer import device_kind
 
 def check_files(options: AnalyzeOptions) -> None:
     """The files to write can be written. Raises ConfigError."""
-    for name in ("out", "plot", "to"):
-        check_out(getattr(options, name), key=name)
+    for name, begins in (("out", JSON), ("plot", PNG), ("to", "")):
+        check_out(getattr(options, name), key=name, begins=begins)
     if options.plot is not None and not options.plot.lower().endswith(".png"):
         raise options.refuse("plot", "is no PNG file", "let its name end in .png")
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from txl_lightning.checkpoints import load_checkpoint
-from txl_lightning.commands.output import check_out, write_out
+from txl_lightning.commands.output import JSON, check_out, write_out
 from txl_lightning.config import Config
 from txl_lightning.errors import yaml_text
 from txl_lightning.evaluation.reach import Reach, measure_reach
@@ -20,7 +20,7 @@ from txl_lightning.options import AnalyzeOptions
 
 def check(config: Config, options: AnalyzeOptions) -> None:
     """The result can be written. Raises ConfigError."""
-    check_out(options.out)
+    check_out(options.out, begins=JSON)
 
 
 def run(config: Config, options: AnalyzeOptions) -> None:
