@@ -160,10 +160,8 @@ class TransformerXLModule(Resuming):
             self.lanes.mark()
             self._border = self._at_rest()
             self._unstepped = self.trainer.global_step
-            adds = self._accumulates or self.config.trainer.lane_chunks > 1
-            # DeepSpeed's engine has done so by itself; the graphs are about to overwrite what they gave last
-            if (adds and engine_of(self.trainer) is None) or self._forward.captured:
-                self.zero_grad()
+            if engine_of(self.trainer) is None:  # which does so by itself
+                self.zero_grad()  # before the forward pass, which then has their room
         if self._accumulates:
             self._accumulate(batches_of(batch), batch_idx, begins=begins)
 
