@@ -80,7 +80,9 @@ class ModelConfig(Section):
     div_val: int = key(1, "each cluster's embedding is this many times narrower than the one before", minimum=1)
     d_embed: int | None = key(None, "width of the first cluster's embedding; null: d_model", minimum=1)
     tie_weights: bool = key(True, "the softmax uses the embedding's weights")
-    tie_projs: tuple[bool, ...] = key((), "clusters whose softmax uses the embedding's projection; []: none")
+    tie_projs: tuple[bool, ...] = key(
+        (), "for each cluster true or false: whether its softmax uses the embedding's projection; []: none"
+    )
     proj_same_dim: bool = key(True, "project clusters too that are as wide as the model (with div_val > 1)")
     cluster_order: str = key(
         "ascending",
