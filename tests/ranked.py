@@ -69,13 +69,14 @@ def _joined(ranks: list[subprocess.Popen[bytes]], number: int) -> int:
 
 def main(folder: Path) -> None:
     """What a rank does."""
-    from txl_lightning.process import quiet_lightning
+    from txl_lightning.process import leave_process_group, quiet_lightning
 
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     with quiet_lightning():
         for job in json.loads((folder / "jobs.json").read_text()):
             found = {"eval": evaluated, "full": told_full}.get(job["do"], fitted)(folder, job)
             (folder / f"{job['name']}.{rank}.json").write_text(json.dumps(found))
+    leave_process_group()  # as `txl` does: its threads may abort a process that ends in it
 
 
 def fitted(folder: Path, job: dict[str, Any]) -> list[float]:

@@ -23,6 +23,7 @@ from txl_lightning.config import SECTIONS, Config, ConfigError, load
 from txl_lightning.errors import yaml_text
 from txl_lightning.keys import names
 from txl_lightning.options import COMMANDS
+from txl_lightning.process import leave_process_group
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -481,6 +482,7 @@ from types import ModuleType
 import lightning.pytorch as L, torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from txl_lightning.cli import main
+from txl_lightning.process import leave_process_group
 
 def run(config, options):
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=1, logger=False,
@@ -509,3 +511,11 @@ def test_a_script_relaunches_its_ranks_in_every_job_of_a_sweep(tmp_path: Path) -
     for number in (0, 1):
         notes = {path.name: path.read_text() for path in (sweep / str(number)).iterdir()}
         assert notes == {f"rank{rank}": f"none {3 + number} it's = 'x'" for rank in (0, 1)}
+
+
+def test_a_process_leaves_its_group_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of a group that is still there when Python is torn down abort the process after all its work."""
+    asked: list[object] = []
+    monkeypatch.setattr("txl_lightning.jobs.atexit.register", asked.append)
+    assert main(["strategies"]) == 0
+    assert asked == [leave_process_group]

@@ -5,6 +5,7 @@ Hydra runs one job, or with -m as many as the sweep has, here or wherever a laun
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import importlib
 import itertools
@@ -236,6 +237,7 @@ def job(hydra_config: DictConfig) -> int:
         print(printable(f"[{settings.job.num}] {' '.join(map(str, typed))}"), flush=True)
     HydraConfig.instance().cfg = None  # lightning would relaunch ranks with Hydra's own arguments
     request = Request(command=command, typed=tuple(typed), config_dir=folders[0] if folders else None)
+    atexit.register(leave_process_group)  # its threads may abort a process that ends in it
     code = run_job(request, folder=folder)
     if settings.mode == RunMode.MULTIRUN:
         leave_process_group()
