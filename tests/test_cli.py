@@ -514,7 +514,7 @@ def test_a_script_relaunches_its_ranks_in_every_job_of_a_sweep(tmp_path: Path) -
 
 
 def test_a_process_leaves_its_group_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of a group that is still there when Python is torn down abort the process after all its work."""
+    """Not when Python is torn down around it."""
     asked: list[object] = []
     monkeypatch.setattr("txl_lightning.jobs.atexit.register", asked.append)
     assert main(["strategies"]) == 0

@@ -237,7 +237,7 @@ def job(hydra_config: DictConfig) -> int:
         print(printable(f"[{settings.job.num}] {' '.join(map(str, typed))}"), flush=True)
     HydraConfig.instance().cfg = None  # lightning would relaunch ranks with Hydra's own arguments
     request = Request(command=command, typed=tuple(typed), config_dir=folders[0] if folders else None)
-    atexit.register(leave_process_group)  # its threads may abort a process that ends in it
+    atexit.register(leave_process_group)  # while Python is whole
     code = run_job(request, folder=folder)
     if settings.mode == RunMode.MULTIRUN:
         leave_process_group()
