@@ -78,5 +78,7 @@ def test_keys_of_several_kinds_refuse_by_themselves() -> None:
 
 @pytest.mark.parametrize("key", ["model.n_layer", "model.clamp_len", "eval.batch_size", "memory.mem_len", "seed"])
 def test_numbers_that_nobody_can_mean_are_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{key}=9{{24}}: must be <= \d+; "):
+    with pytest.raises(ConfigError, match=rf"^{key}=9{{24}}: must be <= \d+; choose a "):
         load([f"{key}={'9' * 24}"])
+    with pytest.raises(ConfigError, match=rf"^{key}=-9{{24}}: must be >= -?\d+; choose a |must be -1 or >= 1"):
+        load([f"{key}=-{'9' * 24}"])

@@ -74,7 +74,8 @@ class Section:
             if "maximum" in rules and number > rules["maximum"]:
                 raise self.refuse(item.name, f"must be <= {rules['maximum']}", _range_cure(rules))
             if isinstance(number, int) and abs(number) > LARGEST:
-                raise self.refuse(item.name, f"must be <= {LARGEST}", rules.get("help", "choose a smaller number"))
+                rule = f"must be {f'<= {LARGEST}' if number > 0 else f'>= -{LARGEST}'}"
+                raise self.refuse(item.name, rule, f"choose a number nearer to 0: {rules.get('help', item.name)}")
         for choice in value if isinstance(value, tuple) else (value,):
             if "choices" in rules and choice not in rules["choices"]:
                 known = [str(valid) for valid in rules["choices"] if valid is not None]

@@ -150,6 +150,13 @@ def n_byte(state: State) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 
+def overwrite(place: State, *, new: State) -> None:
+    """Copy a state to where another of the same shapes lies, but for what lies there already."""
+    for key, tensor in new.items():
+        if tensor.data_ptr() != place[key].data_ptr():
+            place[key].copy_(tensor)
+
+
 def lane_where(mask_B: Tensor, then: Tensor, otherwise: Tensor) -> Tensor:
     """Per lane one of two tensors of shape (B, ...)."""
     return torch.where(mask_B.view(-1, *([1] * (otherwise.dim() - 1))), then, otherwise)

@@ -89,7 +89,7 @@ class _Turns(L.Callback):
         self.optimizer = build_optimizer(self.model.named_parameters(), self.config.optim, fuse=True)
         self.forward = training_forward(self.model, self.config.trainer, kind=self.kind)
         state = self.model.init_state(self.config.data.batch_size, dtype=pl_module._state_dtype())  # type: ignore[operator]
-        self.state = self.forward.kept(state, {})
+        self.state = self.forward.kept(state, place={})
         self.text = self._segments(pl_module)
         self._bare(2)
         self.start = self.now()
@@ -121,6 +121,6 @@ class _Turns(L.Callback):
         start = self.now()
         for _ in range(steps):
             new = optimizer_step(self.forward.read, self.optimizer, next(self.text), self.state, self.config)
-            self.state = self.forward.kept(new, self.state)
+            self.state = self.forward.kept(new, place=self.state)
         synchronise(self.kind)
         return self.now() - start

@@ -98,11 +98,11 @@ def training(config: Config, *, label: str) -> Task:
     state = warm(model, model.init_state(lanes, dtype=state_dtype(config)), config, segment_len=n_token)
     text = turns(config, lanes=lanes, n_token=n_token)
     forward = training_forward(model, one_pass(config.trainer), kind=device_kind(config))
-    state = forward.kept(state, {})
+    state = forward.kept(state, place={})
 
     def step() -> None:
         nonlocal state
-        state = forward.kept(optimizer_step(forward.read, optimizer, next(text), state, config), state)
+        state = forward.kept(optimizer_step(forward.read, optimizer, next(text), state, config), place=state)
 
     facts = {**common(config, "data.segment_len", n_token, lanes), "state_bytes_per_lane": n_byte(state) / lanes}
     return Task(part="training", label=label, run=step, amount=lanes * n_token, facts=facts)

@@ -14,7 +14,7 @@ from torch import Tensor
 from txl_lightning.model.capture import Graphs, recorder_for
 from txl_lightning.model.tables import Tables, weights_of
 from txl_lightning.model.transformer import TransformerXL
-from txl_lightning.types import Batch, Segment, State
+from txl_lightning.types import Batch, Segment, State, overwrite
 
 
 class Reader:
@@ -84,7 +84,7 @@ class Reader:
             segment = Segment(reset_B, length_B, document_BT)
             targets = None if clusters else targets_BT
             out = self.model(tokens_BT, self._place, segment, targets, tables=tables, donate=True)
-            _overwrite(self._place, out.state)
+            overwrite(self._place, new=out.state)
             found = out.hidden_BTD if out.losses_BT is None else out.losses_BT
             assert found is not None
             return found
@@ -94,7 +94,7 @@ class Reader:
     def _move_in(self, state: State) -> None:
         """Bring memory to where the graphs find it, if it is not what they left there."""
         if self._place and all(self._place[key].shape == new.shape for key, new in state.items()):
-            _overwrite(self._place, state)
+            overwrite(self._place, new=state)
             return
         self._place = {key: tensor.clone() for key, tensor in state.items()}
         self._graphs.drop()
@@ -106,9 +106,3 @@ class Reader:
             self._kept.clear()
             self._graphs.drop()
             self._stamp = stamp
-
-
-def _overwrite(place: State, new: State) -> None:
-    for key, tensor in new.items():
-        if tensor.data_ptr() != place[key].data_ptr():
-            place[key].copy_(tensor)

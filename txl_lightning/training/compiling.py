@@ -28,9 +28,9 @@ class Forward(NamedTuple):
     read: Callable[..., ModelOutput]  # as `TransformerXL.forward`
     captured: bool  # as CUDA graphs: memory has to stay where it is, and gradients are overwritten by the next step
 
-    def kept(self, new: State, place: State) -> State:
+    def kept(self, new: State, *, place: State) -> State:
         """Memory as the next step reads it, for a loop of one's own; place: that of the step before, {} at first."""
-        return put(new, place) if self.captured else new
+        return put(new, place=place) if self.captured else new
 
 
 def training_forward(model: TransformerXL, keys: TrainerConfig, *, kind: str) -> Forward:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from txl_lightning.checkpoints.lane_files import SavedLanes, saved_lanes
 from txl_lightning.errors import ConfigError
-from txl_lightning.types import Batch, Chunk, Position, State, detach, lane_where, n_byte
+from txl_lightning.types import Batch, Chunk, Position, State, detach, lane_where, n_byte, overwrite
 
 ALL_LANES = Chunk()
 Mark = tuple[State, SavedLanes | None, Position | None, Tensor | None]
@@ -255,7 +255,7 @@ class LaneState:
         """A state where it is found from now on: in the place of the one before, if that has to stay."""
         if stage != "train" or self._place is None:
             return state
-        self._place = put(state, self._place)
+        self._place = put(state, place=self._place)
         return self._place
 
     def _room(self, like: Tensor, *, lanes: int) -> Tensor:
@@ -284,7 +284,7 @@ class LaneState:
         return saved.part(rank * lanes, (rank + 1) * lanes)
 
 
-def put(state: State, place: State) -> State:
+def put(state: State, *, place: State) -> State:
     """A state moved to where a captured graph reads it.
 
     Args:
@@ -295,8 +295,7 @@ def put(state: State, place: State) -> State:
         for tensor in place.values():
             torch._dynamo.mark_static_address(tensor)  # else each replay would copy it once more
         return place
-    for key, tensor in state.items():
-        place[key].copy_(tensor)
+    overwrite(place, new=state)
     return place
 
 
